@@ -269,3 +269,49 @@ fn the_cache_makes_room_for_writes() {
     burgeon.ok(&["shutdown"]);
     drop(disk);
 }
+
+#[test]
+fn the_cache_makes_room_for_builds_and_pulls() {
+    /// Beside the estimate, a command has this much free.
+    const MARGIN: u64 = 64 << 20;
+    let space = Space::new("cache-image-room");
+    let folder = space.make_folder("disk");
+    let disk = space.disk(&folder, 320 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, folder.join("state"));
+    let trees = [tree(&space, "one", 2, 1000), tree(&space, "two", FILES, 2000)];
+    let data = FILES * FILE_LEN as u64;
+    burgeon.build(&trees[0], "one");
+    let at = space.path("at");
+    let reading = burgeon.mount("one", &at, &["--read-only", "--profile", "none"]);
+    // Otherwise the cache itself would leave a quarter free before anybody asks.
+    cache(&burgeon, &["resize", "--keep-free", "1M"]);
+    assert_same(&trees[0], &at);
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= data));
+    let free = || {
+        let disk = rustix::fs::statvfs(&folder).unwrap();
+        disk.f_bavail * disk.f_frsize
+    };
+    // 8 MiB are missing for a build of 20.
+    let left = data + MARGIN - (8 << 20);
+    let hog = File::create(folder.join("hog")).unwrap();
+    fallocate(&hog, FallocateFlags::empty(), 0, free() - left).unwrap();
+    let before = shown(&burgeon, "evicted");
+    burgeon.build(&trees[1], "two");
+    let for_build = shown(&burgeon, "evicted");
+    assert!(for_build >= before + (7 << 20), "{before}, then {for_build} bytes");
+    // The build took what was free beside the margin: a pull lacks all that it stores, and the
+    // cache has less than that.
+    let other = space.path("other");
+    let third = tree(&space, "three", FILES, 3000);
+    let from = other.to_str().unwrap();
+    burgeon.ok(&["--store", from, "build", third.to_str().unwrap(), "three"]);
+    assert_eq!(shown(&burgeon, "evicted"), for_build, "that store is on another disk");
+    burgeon.ok(&["pull", "--eager", "three", "--store", from, "--as", "pulled"]);
+    let for_pull = shown(&burgeon, "evicted");
+    assert!(for_pull >= for_build + (7 << 20), "{for_build}, then {for_pull} bytes");
+    drop_caches();
+    assert_same(&trees[0], &at);
+    burgeon.umount(reading);
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}

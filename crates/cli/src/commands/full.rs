@@ -35,7 +35,8 @@ pub(super) fn explain(context: &Context, error: anyhow::Error) -> anyhow::Error 
     Error::new(ErrorKind::NoSpace, what).into()
 }
 
-fn free_in(folder: &Path) -> Option<u64> {
+/// Bytes that this process could still allocate in the file system of `folder`.
+pub(super) fn free_in(folder: &Path) -> Option<u64> {
     let stat = statvfs(folder).ok()?;
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }

@@ -11,7 +11,7 @@ use burgeon_image::{
 use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, built::describe, mistakes, named, push, reading, record};
+use super::{Context, built::describe, mistakes, named, push, reading, record, room};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -195,6 +195,16 @@ fn make(
 ) -> Result<(Report, std::time::Duration)> {
     let store = context.create_store()?;
     store.check_writable()?;
+    if let Some(folder) = context.store_location().folder() {
+        match input {
+            Input::Tree(path) => room::make_for_tree(context, folder, path),
+            Input::Opened(_, file) => {
+                room::make(context, folder, file.metadata().map_or(0, |it| it.len()));
+            }
+            // The sizes of others are not known yet, or they store no data.
+            _ => {}
+        }
+    }
     let progress = Progress::new(format!("building {name}"));
     let show = |now: &builder::Progress| progress.update(now.bytes, now.bytes_total);
     let report = match input {

@@ -36,6 +36,7 @@ mod push;
 pub(crate) mod reading;
 mod record;
 mod report;
+mod room;
 mod run;
 mod shutdown;
 pub(crate) mod snapshotter;

@@ -9,7 +9,7 @@ use burgeon_oci::{Pull, Pushed, Want};
 use burgeon_source::{Access, Location, Store, registry::Name};
 use serde_json::json;
 
-use super::{Context, mistakes, named, oci_image, reading};
+use super::{Context, mistakes, named, oci_image, reading, room};
 use crate::{
     args,
     output::{self, bytes},
@@ -88,6 +88,11 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     // From here on it is a local name.
     let provenance = Provenance::new(context.state.provenance(), own.to_string());
     check_free(&to, &provenance, &name, shown, &record, args.replace)?;
+    room::make(
+        context,
+        &context.state.store(),
+        record.stored_bytes.saturating_add(record.manifest_bytes),
+    );
     let begun = Instant::now();
     let copied = match &place.store {
         Location::Registry(artifact) => reading::copy(context, artifact, &record)?,

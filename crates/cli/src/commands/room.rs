@@ -1,0 +1,78 @@
+//! Space for an image that a command is about to store, on the disk of the host's cache.
+//!
+//! ```text
+//!   pull, build ──► estimate of the bytes ──► more than are free? ──► daemon: the cache evicts the rest
+//! ```
+//!
+//! The estimate is no limit: the command stores what it has to, and reports a full disk. Without a
+//! daemon nobody evicts.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::Result;
+use burgeon_daemon::{
+    Client,
+    protocol::{CacheRequest, Request},
+};
+use rustix::fs::statvfs;
+
+use super::{Context, full::free_in};
+
+/// Beside the image: for the file system's own blocks and for records.
+const MARGIN: u64 = 64 << 20;
+
+/// Has the cache evict until about `bytes` and a margin are free in `folder`, a store, as far as it
+/// can. That it cannot is no error: perhaps the image fits nevertheless.
+pub(super) fn make(context: &Context, folder: &Path, bytes: u64) {
+    _ = try_make(context, folder, bytes);
+}
+
+fn try_make(context: &Context, folder: &Path, bytes: u64) -> Result<()> {
+    let is_one_disk = disk(folder).is_some() && disk(folder) == disk(&context.state.cache());
+    let wanted = bytes.saturating_add(MARGIN);
+    let Some(free) = free_in(folder).filter(|free| is_one_disk && *free < wanted) else {
+        return Ok(());
+    };
+    if let Some(client) = Client::connect(&context.state)? {
+        client.call(&Request::Cache(CacheRequest::Evict { bytes: wanted - free }))?;
+    }
+    Ok(())
+}
+
+/// Does the same for the files of `tree`, whose sizes are added up only if they may not fit.
+pub(super) fn make_for_tree(context: &Context, folder: &Path, tree: &Path) {
+    let Ok(source) = statvfs(tree) else { return };
+    let in_use = source.f_blocks.saturating_sub(source.f_bfree).saturating_mul(source.f_frsize);
+    if free_in(folder).is_some_and(|free| free < in_use.saturating_add(MARGIN)) {
+        make(context, folder, allocated(tree));
+    }
+}
+
+/// Bytes that the files below `tree` have on its file system. It skips what it cannot read, which
+/// the build reports.
+fn allocated(tree: &Path) -> u64 {
+    /// Of the unit in which `stat` counts.
+    const SECTOR: u64 = 512;
+    let own = disk(tree);
+    let mut folders: Vec<PathBuf> = vec![tree.to_owned()];
+    let mut sum = 0_u64;
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let Ok(metadata) = entry.metadata() else { continue };
+            if metadata.is_dir() && Some(metadata.dev()) == own {
+                folders.push(entry.path());
+            }
+            sum = sum.saturating_add(metadata.blocks().saturating_mul(SECTOR));
+        }
+    }
+    sum
+}
+
+/// The number of the file system of `path`.
+fn disk(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().map(|metadata| metadata.dev())
+}
