@@ -2,7 +2,8 @@
 # make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'),
-#              and twenty mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20)
+#              and twenty mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20);
+#              then a minute of reads from a cache on each small file system, whose server is killed
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -75,6 +76,8 @@ soak:
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
 		--exact default_mounts_take_four_gigabytes_each
+	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache -- \
+		is_never_filled_beyond_the_floor
 
 bench: build
 	dev/need $(BENCH_NEEDS)

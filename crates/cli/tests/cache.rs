@@ -6,6 +6,7 @@ use std::{
     fs::{self, File},
     path::{Path, PathBuf},
     thread,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FallocateFlags, fallocate};
@@ -160,11 +161,26 @@ fn a_small_tmpfs_is_never_filled_beyond_the_floor() {
     never_fills("cache-tmpfs", &["tmpfs"], 96 << 20, OWN);
 }
 
+/// The length of the reads: `CACHE_SECONDS`, or ten seconds.
+fn length() -> Duration {
+    let given = std::env::var("CACHE_SECONDS");
+    Duration::from_secs(given.map_or(10, |seconds| seconds.parse().unwrap()))
+}
+
+/// The server, if one runs that has evicted something.
+fn evicting(burgeon: &Burgeon) -> Option<u32> {
+    let ask = |of: &[&str]| serde_json::from_str::<Value>(&burgeon.run(of).stdout).ok();
+    let evicted = ask(&["cache", "status", "--json"])?["cache"]["evicted"].as_u64()?;
+    let server = ask(&["status", "--json"])?["server_pid"].as_u64()?;
+    (evicted > 0).then_some(server as u32)
+}
+
 /// Readers of more than there is room for compare every byte, while the server dies, and then
 /// others take the disk, of which `own` bytes are not the chunks'.
 fn never_fills(name: &str, mkfs: &[&str], size: u64, own: u64) {
     /// Room above the floor: half of what the readers read.
     const ROOM: u64 = 20 << 20;
+    const BETWEEN_KILLS: Duration = Duration::from_secs(3);
     let space = Space::new(name);
     let (store, state) = (space.path("store"), space.make_folder("state"));
     let burgeon = Burgeon::with_state(PROGRAM, state.clone()).option("--store").option(&store);
@@ -196,32 +212,35 @@ fn never_fills(name: &str, mkfs: &[&str], size: u64, own: u64) {
     let mounted: Vec<_> = mounted.collect();
     assert_eq!(shown(&burgeon, "floor"), floor, "25 % is left free by default");
     let mut least = u64::MAX;
+    let until = Instant::now() + length();
     thread::scope(|scope| {
         let readers: Vec<_> = trees
             .iter()
             .zip(&places)
             .map(|(tree, at)| {
                 scope.spawn(move || {
-                    for _ in 0..4 {
+                    while Instant::now() < until {
                         drop_caches();
                         assert_same(tree, at);
                     }
                 })
             })
             .collect();
-        let mut evicted = 0;
+        let (mut kills, mut killed) = (0, Instant::now());
         while readers.iter().any(|reader| !reader.is_finished()) {
             least = least.min(free());
-            if evicted == 0 {
-                evicted = shown(&burgeon, "evicted");
-                // While it evicts: what it has forgotten is not all punched and recorded.
-                if evicted > 0 {
-                    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
-                }
+            // While it evicts: what it has forgotten is not all punched and recorded. Its counts
+            // begin anew with each server.
+            if (kills == 0 || killed.elapsed() > BETWEEN_KILLS)
+                && let Some(server) = evicting(&burgeon)
+            {
+                kill(server);
+                (kills, killed) = (kills + 1, Instant::now());
             }
-            thread::sleep(std::time::Duration::from_millis(5));
+            thread::sleep(Duration::from_millis(5));
         }
-        assert!(evicted > 0, "there was room for all");
+        println!("{name}: the server was killed {kills} times");
+        assert!(kills > 0, "there was room for all");
     });
     println!("{name}: the least that was free: {least}; the floor: {floor}");
     assert!(least + own >= floor, "{least} bytes were free, and {floor} should be");
