@@ -129,8 +129,10 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
         }
         false => sandbox,
     };
-    let others: Vec<_> = sandbox.paths().filter(|path| !path.starts_with(state.root())).collect();
-    match own_root::try_enter(&[state.root()], &others) {
+    let (own, others): (Vec<_>, Vec<_>) =
+        sandbox.paths().partition(|path| path.starts_with(state.root()));
+    let own: Vec<_> = std::iter::once(state.root()).chain(own).collect();
+    match own_root::try_enter(&own, &others) {
         Ok(()) => sandbox.user(own_root::USER),
         Err(reason) => {
             tracing::info!(%reason, "the server stays root, without capabilities");

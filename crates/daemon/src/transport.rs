@@ -142,9 +142,11 @@ fn add(id: MountId, size: u64) -> Result<u32> {
         .number)
 }
 
-/// True if the ublk driver is loaded, so that mounts may have its devices.
+/// True if the ublk driver is loaded, so that mounts may have its devices. A server in a root of its
+/// own has no `/dev`.
 pub(crate) fn uses_ublk() -> bool {
     Path::new(CONTROL).exists()
+        || !Path::new("/dev").exists() && Path::new("/sys/module/ublk_drv").exists()
 }
 
 /// Loads the ublk driver; it has no alias that would load it when its device is opened. Before the

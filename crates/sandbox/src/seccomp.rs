@@ -62,6 +62,8 @@ const REFUSED: &[c_long] = &[
     libc::SYS_quotactl_fd,
     libc::SYS_syslog,
     libc::SYS_vhangup,
+    // It goes by the real user.
+    libc::SYS_ioprio_set,
     libc::SYS_sethostname,
     libc::SYS_setdomainname,
     libc::SYS_settimeofday,
@@ -90,19 +92,28 @@ const NETWORK: &[c_long] = &[libc::SYS_socket, libc::SYS_connect];
 /// Calls whose first argument is a process: allowed for this one, or for 0 where that means the
 /// same.
 const PROCESSES: &[c_long] = &[
-    libc::SYS_kill,
     libc::SYS_tgkill,
     libc::SYS_rt_sigqueueinfo,
     libc::SYS_rt_tgsigqueueinfo,
     libc::SYS_prlimit64,
 ];
+/// As [`PROCESSES`], but 0 is a group of processes.
+const SIGNALS: &[c_long] = &[libc::SYS_kill];
+/// Commands of `fcntl` that send signals to another process, by the real user: F_SETOWN, F_SETSIG,
+/// F_SETOWN_EX.
+const OWNERS: &[u32] = &[8, 10, 15];
 /// The families of sockets that a resolver and a web client use.
 const FAMILIES: &[libc::c_int] = &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
-/// Characters inserted into the terminal would be executed by the user's shell.
-const TERMINAL: &[libc::c_ulong] = &[libc::TIOCSTI as libc::c_ulong, TIOCLINUX];
+/// Characters inserted into the terminal would be executed by the user's shell; the last two are as
+/// F_SETOWN.
+const TERMINAL: &[libc::c_ulong] =
+    &[libc::TIOCSTI as libc::c_ulong, TIOCLINUX, FIOSETOWN, SIOCSPGRP];
 
 /// Since Linux 6.15.
 const OPEN_TREE_ATTR: c_long = 467;
+/// `asm-generic/sockios.h`
+const FIOSETOWN: libc::c_ulong = 0x8901;
+const SIOCSPGRP: libc::c_ulong = 0x8902;
 /// `asm-generic/ioctls.h`
 const TIOCLINUX: libc::c_ulong = 0x541c;
 
@@ -182,6 +193,16 @@ fn filter(allowed: Allowed, process: u32) -> Vec<sock_filter> {
             tests.extend([jump(IF_EQUAL, process, 2, 0), jump(IF_EQUAL, 0, 1, 0), refuse]);
         });
     }
+    for call in SIGNALS {
+        look(&mut filter, *call, 0, |tests| {
+            tests.extend([jump(IF_EQUAL, process, 1, 0), refuse]);
+        });
+    }
+    look(&mut filter, libc::SYS_fcntl, 1, |tests| {
+        for command in OWNERS {
+            tests.extend([jump(IF_EQUAL, *command, 0, 1), refuse]);
+        }
+    });
     look(&mut filter, libc::SYS_ioctl, 1, |tests| {
         for command in TERMINAL {
             tests.extend([jump(IF_EQUAL, *command as u32, 0, 1), refuse]);

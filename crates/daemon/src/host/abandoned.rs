@@ -55,7 +55,8 @@ pub(crate) fn release(last: &mut Abandoned, needed: &dyn Fn() -> Vec<PathBuf>) {
     let of_first: Devices = first.iter().map(|mount| mount.device).collect();
     let mut unknown: Vec<_> = reachable(&own)
         .into_iter()
-        .filter(|mount| !of_first.contains(&mount.device) && !is_of_kernel(&mount.target))
+        .filter(|mount| !of_first.contains(&mount.device) && mount.target != Path::new("/"))
+        .filter(|mount| !is_of_kernel(&mount.target))
         .collect();
     if unknown.is_empty() {
         return;

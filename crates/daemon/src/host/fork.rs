@@ -17,31 +17,40 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
+/// What a copy tells if it has no error.
+const DONE: &str = "done";
+
 /// Longest error that a copy tells.
 const TOLD_MAX: u64 = 4096;
 
-/// Does `task` in a copy of this process, which ends with it, and returns its error.
+/// Does `task` in a copy of this process, which ends with it, and returns its error. Waits for the
+/// result and not for the end of the copy, which may have to wait for this process.
 pub(crate) fn in_a_copy(task: impl FnOnce() -> Result<()>) -> Result<()> {
     let failed = |e: io::Error| Error::io("cannot try in another process", e);
     let (mut told, tell) = pipe().map_err(failed)?;
-    let child = fork(|| {
-        let result = task();
-        let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let _ = File::from(tell).write_all(text.as_bytes());
-        result.is_ok()
+    detached(|| {
+        let text = task().map_or_else(|e| e.to_string(), |()| DONE.to_owned());
+        File::from(tell).write_all(text.as_bytes()).is_ok()
     })
     .map_err(failed)?;
     let mut text = String::new();
-    let read = (&mut told).take(TOLD_MAX).read_to_string(&mut text);
-    let status = waitpid(Some(child), WaitOptions::empty()).map_err(|e| failed(e.into()))?;
-    match (read, status.and_then(|(_, status)| status.exit_status())) {
-        (Ok(_), Some(0)) => Ok(()),
-        (Ok(len), Some(_)) if len > 0 => Err(Error::new(ErrorKind::Invalid, text)),
-        _ => Err(Error::new(ErrorKind::Invalid, "the attempt has ended without a result")),
+    (&mut told).take(TOLD_MAX).read_to_string(&mut text).map_err(failed)?;
+    match &*text {
+        DONE => Ok(()),
+        "" => Err(Error::new(ErrorKind::Invalid, "the attempt has ended without a result")),
+        _ => Err(Error::new(ErrorKind::Invalid, text)),
     }
 }
 
-/// A user namespace that maps uid and gid 0 to `user`.
+/// Starts a copy of this process that does `task`, and that no process of ours waits for.
+pub(crate) fn detached(task: impl FnOnce() -> bool) -> io::Result<()> {
+    // The child's child belongs to process 1.
+    let child = fork(|| fork(task).is_ok())?;
+    waitpid(Some(child), WaitOptions::empty())?;
+    Ok(())
+}
+
+/// A user namespace that maps uid and gid 0 to `user`, and other groups to themselves.
 pub(crate) fn user_namespace(user: u32) -> io::Result<OwnedFd> {
     let (mut ready, tell_ready) = pipe()?;
     let (held, hold) = pipe()?;
@@ -60,9 +69,9 @@ pub(crate) fn user_namespace(user: u32) -> io::Result<OwnedFd> {
     let opened = (|| {
         ready.read_exact(&mut [0])?;
         let process = format!("/proc/{}", child.as_raw_nonzero());
-        let map = format!("0 {user} 1");
-        fs::write(format!("{process}/uid_map"), &map)?;
-        fs::write(format!("{process}/gid_map"), &map)?;
+        fs::write(format!("{process}/uid_map"), format!("0 {user} 1"))?;
+        // Files of other groups stay theirs: a file whose group has no number cannot be written.
+        fs::write(format!("{process}/gid_map"), format!("0 {user} 1\n1 1 {}", user - 1))?;
         File::open(format!("{process}/ns/user"))
     })();
     drop(hold);

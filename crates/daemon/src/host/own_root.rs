@@ -12,8 +12,10 @@
 //! stores what USER makes as files of uid 0. So the process can be another user without any change
 //! to the state directory, and earlier versions and commands find in it what they expect.
 //!
-//! Mounts that come later are not in it, and those that go stay in it only if they are below a
-//! copied place. So copies are of single mounts, except for the process's own folders.
+//! Mounts that come later are not in it. Those that go would stay in it, so it has only single mounts
+//! that the process needs, and none of Burgeon's: whoever holds the last reference to a file system
+//! waits for its last requests, which nobody but this process answers. For the same reason another
+//! process takes the host's mounts off ([`fork::detached`]).
 //!
 //! [`try_enter`] tries everything in a copy of the process first: whatever fails there (the file
 //! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was.
@@ -26,9 +28,11 @@ use std::{
         unix::fs::{DirBuilderExt, FileTypeExt, symlink},
     },
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
-use burgeon_block::{Error, Result};
+use burgeon_block::{Error, ErrorKind, Result};
 use rustix::{
     fs::{Access, AtFlags, CWD, Mode, accessat},
     mount::{
@@ -39,12 +43,20 @@ use rustix::{
     process::{chdir, pivot_root, umask},
 };
 
-use crate::host::{fork, mountinfo, namespace};
+use crate::host::{
+    backing_devices, fork,
+    mountinfo::{self, MountInfo},
+    namespace,
+};
 
 /// The effective user and group of a server. Above all numbers that distributions, `/etc/subuid`
 /// and systemd's containers give out (to 1,879,048,191), and below those that systemd keeps for
 /// foreign images (from 2,147,352,576). It owns no file, and no account has it.
 pub(crate) const USER: u32 = 2_071_294_567;
+
+/// Limit for the host's mounts to come off, and the interval of looking.
+const PATIENCE: Duration = Duration::from_secs(20);
+const PAUSE: Duration = Duration::from_micros(200);
 
 /// `linux/mount.h`
 const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
@@ -53,18 +65,20 @@ const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 /// what is in them.
 const WHOLE: [&str; 5] = ["/etc", "/proc", "/run", "/sys", "/usr"];
 
-/// Enters the root, with `own` folders for [`USER`], and with what is at `others`, where it exists.
-/// An error leaves the process as it was; the process must have one thread.
+/// Enters the root, with `own` folders for [`USER`], parents first, and with what is at `others`,
+/// where it exists. An error leaves the process as it was; the process must have one thread.
 pub(crate) fn try_enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+    let there: Vec<&Path> = others.iter().copied().filter(|path| path.exists()).collect();
     fork::in_a_copy(|| {
         enter(own, others)?;
-        as_user(own)
+        as_user(own, &there)
     })?;
     enter(own, others)
 }
 
-/// Becomes [`USER`], as far as it takes to see whether that user can work in the `own` folders.
-fn as_user(own: &[&Path]) -> Result<()> {
+/// Becomes [`USER`], as far as it takes to see whether that user can work in the `own` folders, and
+/// sees the `others`, some of which are symlinks.
+fn as_user(own: &[&Path], others: &[&Path]) -> Result<()> {
     let failed = |e: rustix::io::Errno| Error::io("cannot become another user", e.into());
     let (user, group) =
         (rustix::process::Uid::from_raw(USER), rustix::process::Gid::from_raw(USER));
@@ -72,11 +86,18 @@ fn as_user(own: &[&Path]) -> Result<()> {
     rustix::thread::set_thread_res_gid(group, group, group).map_err(failed)?;
     rustix::thread::set_thread_res_uid(user, user, user).map_err(failed)?;
     let rights = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-    own.iter().try_for_each(|folder| {
+    own.iter().filter(|folder| folder.exists()).try_for_each(|folder| {
         accessat(CWD, *folder, rights, AtFlags::EACCESS).map_err(|e| {
             Error::io(format!("another user cannot use {}", folder.display()), e.into())
         })
-    })
+    })?;
+    match others.iter().find(|path| !path.exists()) {
+        Some(path) => {
+            let what = format!("another user does not see {}", path.display());
+            Err(Error::new(ErrorKind::NotFound, what))
+        }
+        None => Ok(()),
+    }
 }
 
 fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
@@ -84,9 +105,10 @@ fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
     let users = fork::user_namespace(USER).map_err(|e| {
         Error::io("cannot make a user namespace (CAP_SETUID, user.max_user_namespaces)", e)
     })?;
+    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
     let mut places = Vec::new();
-    for path in own {
-        let copy = copy_of(path, true).map_err(failed)?;
+    for path in mounts_of(own, &mounts) {
+        let copy = copy_of(path).map_err(failed)?;
         let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
             | MountAttrFlags::MOUNT_ATTR_NODEV
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
@@ -96,7 +118,7 @@ fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
         })?;
         places.push((path.to_path_buf(), Place::Folder(copy)));
     }
-    for path in brought(others).map_err(failed)?.iter().filter(|path| !own.contains(&&***path)) {
+    for path in &brought(others, &mounts) {
         if let Some(place) = place(path).map_err(failed)? {
             places.push((path.clone(), place));
         }
@@ -116,10 +138,34 @@ fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
     put?;
     set(&root, u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()), None).map_err(failed)?;
     // The old root lies over the new one then, and is taken off.
-    pivot_root(".", ".")
-        .and_then(|()| unmount(".", UnmountFlags::DETACH))
-        .and_then(|()| chdir("/"))
-        .map_err(|e| failed(e.into()))
+    pivot_root(".", ".").map_err(|e| failed(e.into()))?;
+    fork::detached(|| unmount(".", UnmountFlags::DETACH).is_ok()).map_err(failed)?;
+    chdir("/").map_err(|e| failed(e.into()))?;
+    // It is off before the process that does it has ended.
+    let is_alone = || {
+        let mounts = mountinfo::read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
+        mounts.iter().filter(|mount| mount.target == Path::new("/")).count() == 1
+    };
+    let begun = Instant::now();
+    while !is_alone() {
+        if begun.elapsed() > PATIENCE {
+            return Err(failed(io::ErrorKind::TimedOut.into()));
+        }
+        thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
+/// The mounts on which the `own` folders lie, from the first of these folders on.
+fn mounts_of<'a>(own: &[&'a Path], mounts: &'a [MountInfo]) -> Vec<&'a Path> {
+    let Some(first) = own.first() else { return Vec::new() };
+    let is_between = |target: &Path| {
+        target.starts_with(first) && target != *first && own.iter().any(|it| it.starts_with(target))
+    };
+    let is_own = |mount: &&MountInfo| !backing_devices::is_burgeon_device(&mount.source);
+    let below = mounts.iter().filter(is_own).map(|mount| &*mount.target);
+    let below: BTreeSet<&Path> = below.filter(|target| is_between(target)).collect();
+    std::iter::once(*first).chain(below).collect()
 }
 
 /// Something that is put into the root.
@@ -129,21 +175,25 @@ enum Place {
     Link(PathBuf),
 }
 
-/// The places to bring, parents first: those of [`WHOLE`], what is at `others` outside of them, and
-/// the mounts on the way.
-fn brought(others: &[&Path]) -> io::Result<BTreeSet<PathBuf>> {
-    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo")).map_err(io::Error::other)?;
-    let mounts: BTreeSet<&Path> = mounts.iter().map(|mount| &*mount.target).collect();
+/// The places to bring, parents first: those of [`WHOLE`], what is at `others` outside of them, the
+/// mounts on the way, and those below a folder of `/etc`, such as single certificates in a container.
+fn brought(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
+    let is_own = |mount: &&MountInfo| !backing_devices::is_burgeon_device(&mount.source);
+    let mounts: BTreeSet<&Path> = mounts.iter().filter(is_own).map(|it| &*it.target).collect();
     let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));
     let mut brought: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
+    // A link on most machines, by whose name sockets of resolvers are known.
+    brought.extend(Some(PathBuf::from("/var/run")).filter(|path| path.is_symlink()));
     for path in others {
         if !whole(path) {
             brought.insert(path.to_path_buf());
         }
         let on_the_way = path.ancestors().filter(|it| whole(it) && mounts.contains(*it));
         brought.extend(on_the_way.map(Path::to_owned));
+        let below = mounts.iter().filter(|it| path.starts_with("/etc") && it.starts_with(path));
+        brought.extend(below.map(|it| it.to_path_buf()));
     }
-    Ok(brought)
+    brought
 }
 
 /// What is at `path`; `None` if nothing is.
@@ -161,7 +211,7 @@ fn place(path: &Path) -> io::Result<Option<Place>> {
     if kind.is_fifo() || kind.is_socket() {
         return Ok(None);
     }
-    let copy = copy_of(path, false)?;
+    let copy = copy_of(path)?;
     // Programs stay executable: libraries of the resolver are loaded later.
     let flags = MountAttrFlags::MOUNT_ATTR_RDONLY
         | MountAttrFlags::MOUNT_ATTR_NOSUID
@@ -193,12 +243,11 @@ fn put(path: &Path, place: Place) -> io::Result<()> {
     Ok(move_mount(&copy, "", CWD, &path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
 }
 
-/// A detached copy of the mount at `path`; with `all`, also of those below it.
-fn copy_of(path: &Path, all: bool) -> io::Result<OwnedFd> {
+/// A detached copy of the mount at `path` alone.
+fn copy_of(path: &Path) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
-    let flags = if all { flags | OpenTreeFlags::AT_RECURSIVE } else { flags };
     Ok(open_tree(CWD, path, flags)?)
 }
 
@@ -213,13 +262,13 @@ fn empty() -> io::Result<OwnedFd> {
     Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, flags)?)
 }
 
-/// Sets attributes of `mount`; with `users`, which map its files, also of those below it.
+/// Sets attributes of `mount`, with `users`, who map its files. What is mounted below its original
+/// later does not come along.
 fn set(mount: &OwnedFd, attributes: u64, users: Option<&OwnedFd>) -> io::Result<()> {
-    let below = if users.is_some() { libc::AT_RECURSIVE } else { 0 };
     let request = libc::mount_attr {
         attr_set: attributes,
         attr_clr: 0,
-        propagation: 0,
+        propagation: libc::MS_PRIVATE,
         userns_fd: users.map_or(0, |users| users.as_raw_fd() as u64),
     };
     // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
@@ -228,7 +277,7 @@ fn set(mount: &OwnedFd, attributes: u64, users: Option<&OwnedFd>) -> io::Result<
             libc::SYS_mount_setattr,
             mount.as_raw_fd(),
             c"".as_ptr(),
-            libc::AT_EMPTY_PATH | below,
+            libc::AT_EMPTY_PATH,
             &raw const request,
             size_of_val(&request),
         )

@@ -56,6 +56,19 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Servers of earlier versions opened the default credentials of Google's tools themselves.
+    fn grant_google(&self, id: MountId, mut known: Grants) {
+        let Ok(record) = read_record(&self.state, id) else { return };
+        let Some(file) = default_file_of_google().filter(|_| record.attach.store.is_google())
+        else {
+            return;
+        };
+        known.credentials(&file);
+        if let Err(e) = grants::publish(&self.state, id, &known) {
+            tracing::warn!(mount = %id, error = %e, "the default credentials cannot be read");
+        }
+    }
+
     /// Allows the files of mounts that earlier versions have made, and forgets mounts that are
     /// gone. An existing record is kept, because a server may influence the files it was made from.
     pub(super) fn grant_recovered(&self) {
@@ -63,7 +76,10 @@ impl Supervisor {
         grants::sweep(&self.state, &living);
         for id in living {
             match grants::find(&self.state, id) {
-                Ok(_) => continue,
+                Ok(known) => {
+                    self.grant_google(id, known);
+                    continue;
+                }
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 Err(e) => {
                     tracing::error!(mount = %id, error = %e, "making the record anew");
