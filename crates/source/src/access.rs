@@ -31,6 +31,15 @@ impl Access {
         Self::from_variables(variables)
     }
 
+    /// The settings that the parent process has passed on by [`Self::variables`].
+    pub fn from_parent() -> Self {
+        let own = Self::from_env();
+        match std::env::var(HOSTS) {
+            Ok(hosts) => own.with_hosts(hosts),
+            Err(_) => own,
+        }
+    }
+
     fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Self {
         let known = variables
             .into_iter()
@@ -57,6 +66,12 @@ impl Access {
     /// The settings for registries: Docker's `config.json`.
     pub(crate) fn registries(&self) -> Option<&str> {
         self.0.get(REGISTRIES).map(String::as_str)
+    }
+
+    /// All settings but the hosts that serve registries, which give nobody a right.
+    pub fn without_hosts(mut self) -> Self {
+        self.0.remove(HOSTS);
+        self
     }
 
     /// Adds the hosts that serve a registry.

@@ -9,6 +9,7 @@ use std::{
     path::Path,
     sync::{Arc, LazyLock, Mutex},
     thread,
+    time::Duration,
 };
 
 use burgeon_block::ByteRange;
@@ -34,12 +35,19 @@ struct Recorder {
 
 impl Recorder {
     fn start(answer: String) -> Self {
+        Self::answering(vec![answer])
+    }
+
+    /// One answer after another; the last one for ever.
+    fn answering(answers: Vec<String>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let heads = Arc::<Mutex<Vec<String>>>::default();
         let kept = Arc::clone(&heads);
         thread::spawn(move || {
-            for client in listener.incoming() {
+            let last = answers.len() - 1;
+            let answers = (0..).map(|n: usize| answers[n.min(last)].clone());
+            for (client, answer) in listener.incoming().zip(answers) {
                 let Ok(mut client) = client else { return };
                 let Ok(reader) = client.try_clone() else { return };
                 let lines = BufReader::new(reader).lines().map_while(Result::ok);
@@ -166,4 +174,34 @@ fn a_header_reaches_only_its_host() {
     reads_abc(&open(server.address, &hosts, serde_json::json!({})));
     assert!(mirror.said("x-key: hunter2"));
     assert!(server.said("get /v2/app/blobs") && !server.said("hunter2"));
+}
+
+#[test]
+fn a_mirror_that_failed_is_asked_again_where_the_server_is_away() {
+    let head = "206 Partial Content\r\ncontent-range: bytes 0-2/3\r\ncontent-length: 3";
+    let mirror = Recorder::answering(vec![
+        "503 Busy\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".to_owned(),
+        format!("{head}\r\nconnection: close\r\n\r\nabc"),
+    ]);
+    let own = TcpListener::bind("127.0.0.1:0").unwrap();
+    let hosts = format!("server = 'http://127.0.0.1:1'\n[host.'http://{}']\n", mirror.address);
+    let registry = open(own.local_addr().unwrap(), &hosts, serde_json::json!({}));
+    let whole = ByteRange::at(0, 3).unwrap();
+    assert!(waiting(registry.blob_range(&Digest::of(b"abc"), whole)).is_err());
+    reads_abc(&registry);
+}
+
+#[test]
+fn a_mirror_that_keeps_others_waiting_is_asked_last() {
+    let (silent, server) = (TcpListener::bind("127.0.0.1:0").unwrap(), Recorder::serving());
+    let hosts = format!("[host.'http://{}']\n", silent.local_addr().unwrap());
+    let registry = open(server.address, &hosts, serde_json::json!({}));
+    let whole = ByteRange::at(0, 3).unwrap();
+    let digest = Digest::of(b"abc");
+    let impatient = async {
+        tokio::time::timeout(Duration::from_millis(300), registry.blob_range(&digest, whole)).await
+    };
+    assert!(waiting(impatient).is_err(), "the mirror does not answer");
+    // At once, and not after the mirror.
+    reads_abc(&registry);
 }

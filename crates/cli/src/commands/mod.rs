@@ -50,7 +50,10 @@ mod upgrade;
 mod work;
 mod writes;
 
-use std::{path::Path, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
@@ -92,8 +95,10 @@ impl Context {
         if let Some(place) = &config.place {
             burgeon_daemon::pass_on(global::CONFIG, place.clone());
         }
-        if let Some(folder) = &config.registry.hosts_dir {
-            burgeon_source::registry::use_hosts_of(folder.value.clone());
+        let configured = config.registry.hosts_dir.as_ref().map(|folder| folder.value.clone());
+        let named = std::env::var_os(HOSTS_DIR).map(PathBuf::from).filter(|it| it.is_absolute());
+        if let Some(folder) = named.or(configured) {
+            burgeon_source::registry::use_hosts_of(folder);
         }
         let configured = config.state_dir.as_ref().map(|setting| setting.value.clone());
         let state_dir = global.state_dir.or(configured);
@@ -220,6 +225,9 @@ fn note_folder(config: &Config, given: Option<&str>) {
         eprintln!("note: the store {name} is {url} ({origin}); the folder is ./{name}");
     }
 }
+
+/// Names the folder of `HOST/hosts.toml`, above the configuration.
+pub(crate) const HOSTS_DIR: &str = "BURGEON_REGISTRY_HOSTS_DIR";
 
 /// Runs the command.
 pub(crate) fn run(args: Args) -> Result<ExitCode> {

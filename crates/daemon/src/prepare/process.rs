@@ -44,7 +44,7 @@ pub(super) fn run_process(
 ) -> Result<()> {
     let mut command = this_program("__prepare");
     // All of these variables come from the request: a mixture of two sets would be worse than none.
-    for (name, _) in Access::from_env().variables() {
+    for (name, _) in Access::from_parent().variables() {
         command.env_remove(name);
     }
     let failed = |e| Error::io("cannot start a process that prepares the image", e);
@@ -149,7 +149,7 @@ fn prepare_here(
     roles::preparing(&store, folder).enter()?;
     roles::do_without_helpers();
     if files == ONLY_MAP {
-        let open = Store::open(&store, &Access::from_env())?;
+        let open = Store::open(&store, &Access::from_parent())?;
         return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
     }
     let files = files.to_string_lossy();
@@ -160,7 +160,7 @@ fn prepare_here(
     let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
-    let open = Store::open(&store, &Access::from_env())?;
+    let open = Store::open(&store, &Access::from_parent())?;
     let manifest = ObjectKind::Manifest.object(digest)?;
     // Damaged files may still serve: they go only if the image is there to make them again.
     if mended.is_some() && open.len(&manifest)?.is_none() {

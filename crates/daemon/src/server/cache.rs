@@ -62,6 +62,8 @@ fn domain(store: &Location, access: &Access, layers: &[Option<LayersAt>]) -> Dom
         other if other.has_ambient_credentials() => places.push(other.to_string()),
         _ => {}
     }
+    // Mirrors serve the same bytes.
+    let access = access.clone().without_hosts();
     if access.is_empty() && places.is_empty() {
         return Domain::PUBLIC;
     }

@@ -1,7 +1,8 @@
 //! One host that serves a repository: the registry itself, or a mirror of it.
 //!
 //! Invariants: a login is for one host, and goes to no other; the headers of a host do not follow a
-//! redirect to another one; a mirror that failed is left out for [`REST`].
+//! redirect to another one; a mirror that failed, or kept others
+//! waiting, is asked after all others for [`REST`].
 
 use std::{
     sync::{Mutex, PoisonError, atomic::Ordering::Relaxed},
@@ -20,7 +21,7 @@ use super::{
 };
 use crate::{Access, Traffic, web};
 
-/// How long a mirror that failed is not asked.
+/// How long a mirror that failed is asked last.
 const REST: Duration = Duration::from_secs(30);
 
 pub(super) struct Endpoint {
@@ -38,6 +39,22 @@ pub(super) struct Endpoint {
     pull: bool,
     resolve: bool,
     rests_until: Mutex<Option<Instant>>,
+}
+
+/// A host whose answer is awaited.
+pub(super) struct Waiting<'a>(Option<&'a Endpoint>);
+
+impl Waiting<'_> {
+    /// It has answered, or failed.
+    pub(super) fn end(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|host| host.rest());
+    }
 }
 
 /// All endpoints for `operation`, in their order; never empty.
@@ -121,6 +138,11 @@ impl Endpoint {
     pub(super) fn rests(&self) -> bool {
         let until = *self.rests_until.lock().unwrap_or_else(PoisonError::into_inner);
         until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Has the host rest if the answer is not awaited to its end: it may never come.
+    pub(super) fn waited_for(&self) -> Waiting<'_> {
+        Waiting(Some(self))
     }
 
     /// Leaves the host out for a while.

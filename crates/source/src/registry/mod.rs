@@ -49,7 +49,10 @@ pub use self::{
     name::Name,
     upload::{Put, Uploads},
 };
-use self::{endpoint::Endpoint, token::Operation};
+use self::{
+    endpoint::{Endpoint, Waiting},
+    token::Operation,
+};
 use crate::{
     Access, Traffic,
     body::{Bounded, Failed},
@@ -217,6 +220,7 @@ impl Registry {
             match gather(answer, DOCUMENT_MAX).await {
                 Ok(bytes) => return Ok((bytes, headers, host)),
                 Err(Failed::Excess(excess)) => {
+                    host.rest();
                     return Err(Error::new(excess.kind(), format!("cannot {what}: {excess}")));
                 }
                 Err(Failed::Broken(error)) => {
@@ -336,19 +340,32 @@ impl Registry {
             let why = "no host in hosts.toml has the capability: add \"resolve\" for tags, \"pull\" for data";
             return Err(Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}")));
         };
-        for mirror in mirrors.iter().filter(|mirror| !mirror.rests()) {
-            match mirror.ask(traffic, what, method.clone(), path, 0, &change).await {
-                Ok(answer) => return Ok((mirror, answer)),
+        let mirrors = mirrors.iter().copied();
+        let (resting, awake): (Vec<&Endpoint>, Vec<&Endpoint>) = mirrors.partition(|it| it.rests());
+        let mut refused = None;
+        for host in awake.into_iter().chain([*last]).chain(resting) {
+            let is_server = std::ptr::eq(host, *last);
+            let waiting = (!is_server).then(|| host.waited_for());
+            let tries = if is_server { retries } else { 0 };
+            let answer = host.ask(traffic, what, method.clone(), path, tries, &change).await;
+            waiting.into_iter().for_each(Waiting::end);
+            match answer {
+                Ok(answer) => return Ok((host, answer)),
+                // What the server does not have, a mirror that failed just now need not be asked for.
+                Err(error) if is_server && error.kind() == ErrorKind::NotFound => {
+                    return Err(error);
+                }
+                Err(error) if is_server => refused = Some(error),
                 Err(error) => {
                     // It may lack this image and have others.
                     if error.kind() != ErrorKind::NotFound {
-                        mirror.rest();
+                        host.rest();
                     }
-                    tracing::debug!(%error, host = mirror.registry(), "a mirror failed");
+                    tracing::debug!(%error, host = host.registry(), "a mirror failed");
                 }
             }
         }
-        Ok((last, last.ask(traffic, what, method, path, retries, &change).await?))
+        Err(refused.unwrap_or_else(|| Error::new(ErrorKind::Unavailable, format!("cannot {what}"))))
     }
 
     /// The host that takes writes.

@@ -32,7 +32,10 @@ use burgeon_snapshotter::{
 };
 use burgeon_source::registry::Digest;
 
-use super::super::{Context, oci_image, reading};
+use super::{
+    super::{Context, HOSTS_DIR, oci_image, reading},
+    default_hosts,
+};
 use crate::global;
 
 /// The longest mount of a chain: the tables of contents of all its layers are fetched.
@@ -96,6 +99,8 @@ impl OwnLayers {
         let mut command = Command::new("/proc/self/exe");
         command.arg("--state-dir").arg(self.context.state.root()).args(arguments);
         command.env_remove("NOTIFY_SOCKET");
+        // The command reads layers from the hosts that the claim has read from.
+        command.envs(default_hosts(&self.context).map(|folder| (HOSTS_DIR, folder)));
         if let Some(place) = &self.context.config.place {
             command.env(global::CONFIG, place);
         }
@@ -174,6 +179,11 @@ impl Layers for OwnLayers {
             Some(image) => image,
             None => self.documents(&text, &digest).map_err(wrong)?,
         };
+        // Its documents may have come just now: the layers may be known from another image.
+        let unpackings = self.context.unpackings();
+        if let Verdict::Differs(why) = unpackings.judge(&image, image.layers.len()) {
+            return Err(why);
+        }
         check_top(&image, wanted)?;
         check_contents(&image)?;
         Ok(format!("{text}#chain={}", wanted.chain))
@@ -237,7 +247,15 @@ pub(super) fn image_of(source: &str) -> &str {
 pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
     let text = image_of(source);
     let digest = Source::parse(text)?.ok()?.pinned()?.clone();
-    let image = context.documents().image(&digest)?;
+    let Some(image) = context.documents().image(&digest) else {
+        // Without its documents nobody can tell whether it has one of the layers that differ.
+        return context.unpackings().has_differing().then(|| {
+            format!(
+                "the documents of {text} are gone, and this host knows layers that are not what an image states: \
+                 `burgeon snapshotter verify` reads them again"
+            )
+        });
+    };
     let chain = source.rsplit_once("#chain=")?.1;
     let top = image.layers.iter().position(|layer| layer.chain_id.as_deref() == Some(chain))?;
     match context.unpackings().judge(&image, top + 1) {

@@ -22,7 +22,7 @@ use anyhow::Result;
 use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::Form};
 
 use self::layers::OwnLayers;
-use super::Context;
+use super::{Context, HOSTS_DIR};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -105,13 +105,19 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
 /// The folder that containerd's own documentation gives for `hosts.toml`.
 const HOSTS: &str = "/etc/containerd/certs.d";
 
+/// That folder, if it is there and neither the configuration nor the environment names another one.
+fn default_hosts(context: &Context) -> Option<&'static Path> {
+    let is_named =
+        context.config.registry.hosts_dir.is_some() || std::env::var_os(HOSTS_DIR).is_some();
+    Some(Path::new(HOSTS)).filter(|folder| !is_named && folder.is_dir())
+}
+
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
     burgeon_daemon::log::begin();
     // Measuring a tree takes a descriptor for each folder that it is in.
     raise_descriptors();
-    // No effect if the configuration names another folder.
-    if Path::new(HOSTS).is_dir() {
-        burgeon_source::registry::use_hosts_of(HOSTS.into());
+    if let Some(folder) = default_hosts(context) {
+        burgeon_source::registry::use_hosts_of(folder.into());
     }
     let snapshotter = Snapshotter::open(&root)?;
     let root = root.canonicalize()?;
