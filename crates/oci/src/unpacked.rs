@@ -126,8 +126,23 @@ impl Unpackings {
             |error| Error::io(format!("cannot record a layer in {}", self.folder.display()), error);
         for one in layers {
             let name = name_of(&one.layer)?;
-            if self.read(&name).is_none_or(|known| known.diff_id != one.diff_id) {
-                self.write(&name, &Unpacked { stated: None, ..one.clone() }).map_err(failed)?;
+            match self.read(&name) {
+                // A digest has one content: one of the two readers is broken, or told a lie.
+                Some(known) if known.diff_id != one.diff_id => {
+                    let what = format!(
+                        "the layer {} was read here before as {}, and now as {}: nothing was recorded; remove {} \
+                         if the earlier one is wrong",
+                        one.layer,
+                        known.diff_id,
+                        one.diff_id,
+                        self.folder.join(&name).display()
+                    );
+                    return Err(Error::new(ErrorKind::Corrupt, what));
+                }
+                Some(_) => {}
+                None => {
+                    self.write(&name, &Unpacked { stated: None, ..one.clone() }).map_err(failed)?;
+                }
             }
             if one.differs() {
                 self.write(&(name + DIFFERS), one).map_err(failed)?;
@@ -168,6 +183,12 @@ impl Unpackings {
     /// The diff ID of a layer that was read here.
     pub fn diff_id(&self, layer: &str) -> Option<String> {
         Some(self.read(&name_of(layer).ok()?)?.diff_id)
+    }
+
+    /// True if a layer is known that unpacks to another digest than an image states.
+    pub fn has_differing(&self) -> bool {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().take(2 * RECORDS_MAX);
+        entries.flatten().any(|entry| entry.file_name().to_string_lossy().ends_with(DIFFERS))
     }
 
     /// Judges the first `count` layers of an image.

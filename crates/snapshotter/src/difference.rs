@@ -38,6 +38,8 @@ const DEPTH_MAX: usize = 2048;
 const XATTR_MAX: usize = 64 << 10;
 /// Attributes of overlayfs itself, which an entry of a container must not have.
 const OVERLAY: &[u8] = b"trusted.overlay.";
+/// Properties of files on btrfs, which no other file system takes.
+const BTRFS: &[u8] = b"btrfs.";
 
 /// A folder of both trees.
 struct Level {
@@ -97,26 +99,29 @@ impl Difference {
             Some(before) => names(before)?.into_iter().filter(|it| !here.contains(it)).collect(),
             None => Vec::new(),
         };
-        for name in gone {
-            let made = self.made()?;
-            mknodat(made, &name, FileType::CharacterDevice, Mode::empty(), 0)?;
-        }
+        gone.iter().try_for_each(|name| self.white_out(name))?;
         let last = self.levels.len() - 1;
         self.levels[last].left = here.into_iter().collect();
         Ok(())
     }
 
+    fn white_out(&mut self, name: &CString) -> io::Result<()> {
+        Ok(mknodat(self.made()?, name, FileType::CharacterDevice, Mode::empty(), 0)?)
+    }
+
     /// Compares an entry of the last folder, and copies it if it changed.
     fn look(&mut self, name: &CString) -> io::Result<()> {
         let level = self.top();
-        let now = match stat(&level.changed, name)? {
-            Some(now) => now,
-            // Removed meanwhile.
-            None => return Ok(()),
-        };
         let before = match &level.before {
             Some(before) => stat(before, name)?,
             None => None,
+        };
+        let now = match stat(&level.changed, name)? {
+            // A device 0, 0 would be a whiteout in the layer; overlayfs lets no container make one.
+            Some(now) if !is_whiteout(&now) => now,
+            // Removed meanwhile.
+            _ if before.is_some() => return self.white_out(name),
+            _ => return Ok(()),
         };
         let is_folder = |stat: &Stat| kind(stat) == FileType::Directory;
         if is_folder(&now) {
@@ -167,10 +172,6 @@ impl Difference {
 
     /// Copies an entry that is no folder.
     fn copy(&mut self, name: &CString, stat: &Stat) -> io::Result<()> {
-        // A device 0, 0 would be a whiteout; overlayfs lets no container make one.
-        if kind(stat) == FileType::CharacterDevice && stat.st_rdev == 0 {
-            return Ok(());
-        }
         self.made()?;
         let root = self.levels[0].made.as_ref().ok_or(Errno::BADF)?;
         let level = self.top();
@@ -197,6 +198,10 @@ impl Difference {
         }
         copy_attributes((level.changed.as_fd(), name), (made.as_fd(), name), stat)
     }
+}
+
+fn is_whiteout(stat: &Stat) -> bool {
+    kind(stat) == FileType::CharacterDevice && stat.st_rdev == 0
 }
 
 fn kind(stat: &Stat) -> FileType {
@@ -290,7 +295,7 @@ fn copy_attributes(
     };
     for attribute in list[..len].split_inclusive(|byte| *byte == 0) {
         let attribute = CStr::from_bytes_with_nul(attribute).map_err(io::Error::other)?;
-        if attribute.to_bytes().starts_with(OVERLAY) {
+        if [OVERLAY, BTRFS].iter().any(|it| attribute.to_bytes().starts_with(it)) {
             continue;
         }
         let mut value = vec![0; XATTR_MAX];

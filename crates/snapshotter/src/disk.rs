@@ -240,6 +240,11 @@ impl Disk {
         })
     }
 
+    /// True if the snapshot `id` is lost, and its record is kept for whoever repairs it.
+    pub(crate) fn is_damaged(&self, id: u64) -> bool {
+        self.root.join(RECORDS).join(format!("{id}{DAMAGED}")).exists()
+    }
+
     /// Before each change of the disk.
     fn step(&self) -> Result<()> {
         if self.is_broken.load(Ordering::Relaxed) {

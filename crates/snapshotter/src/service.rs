@@ -56,7 +56,7 @@ impl Service {
         request: http::Request<Incoming>,
     ) -> Result<http::Response<Body>, Infallible> {
         let method = request.uri().path().strip_prefix(SERVICE).unwrap_or_default().to_owned();
-        if !matches!(method.as_str(), "Prepare" | "View" | "Mounts") {
+        if !matches!(method.as_str(), "Prepare" | "View" | "Mounts" | "Commit") {
             self.mounting = None;
         }
         Ok(match method.as_str() {

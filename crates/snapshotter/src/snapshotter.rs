@@ -458,7 +458,9 @@ impl Snapshotter {
         let unmounted = self.chains.as_ref().map_or(Ok(()), |chains| {
             let is_mounted = |one: &Snapshot| one.remote.is_some() || one.native.is_some();
             chains.unmount_others(|id| {
-                self.lock().iter().any(|snapshot| snapshot.id == id && is_mounted(snapshot))
+                // What it has written is all that is left of a snapshot whose record is damaged.
+                self.disk.is_damaged(id)
+                    || self.lock().iter().any(|snapshot| snapshot.id == id && is_mounted(snapshot))
             })
         });
         unmounted.and(self.disk.empty_trash())

@@ -6,7 +6,7 @@
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
 };
@@ -23,6 +23,8 @@ use burgeon_snapshotter::{
 #[derive(Debug, Default)]
 struct Fake {
     asked: AtomicUsize,
+    /// Snapshots whose writes were removed.
+    removed: Mutex<Vec<u64>>,
 }
 
 impl Layers for Fake {
@@ -47,7 +49,8 @@ impl Layers for Fake {
         self.mount(source, at)
     }
 
-    fn remove_writes(&self, _: u64) -> Result<()> {
+    fn remove_writes(&self, id: u64) -> Result<()> {
+        self.removed.lock().unwrap().push(id);
         Ok(())
     }
 
@@ -213,4 +216,21 @@ fn a_source_that_is_not_what_it_states_is_refused() {
     assert!(exists(prepare(&all, "k", None, "c1", "r/app")));
     let refused = container("container");
     assert!(refused.to_string().contains("r/app#c1 is away"), "{refused}");
+}
+
+/// They are all that is left of it.
+#[test]
+fn the_writes_of_a_snapshot_whose_record_is_damaged_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    drop(open(root.clone()));
+    for id in [12, 13] {
+        std::fs::create_dir(root.join(format!("chains/{id}"))).unwrap();
+    }
+    std::fs::write(root.join("records/12"), "damaged").unwrap();
+    let fake = Arc::new(Fake::default());
+    let all = Snapshotter::open(&root).unwrap().with_layers(fake.clone());
+    all.empty_trash().unwrap();
+    assert_eq!(*fake.removed.lock().unwrap(), [13]);
+    assert!(root.join("chains/12").is_dir() && !root.join("chains/13").exists());
 }
