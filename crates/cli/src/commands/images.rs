@@ -198,9 +198,7 @@ fn make(
     if let Some(folder) = context.store_location().folder() {
         match input {
             Input::Tree(path) => room::make_for_tree(context, folder, path),
-            Input::Opened(_, file) => {
-                room::make(context, folder, file.metadata().map_or(0, |it| it.len()));
-            }
+            Input::Opened(_, file) => room::make_for_file(context, folder, file),
             // The sizes of others are not known yet, or they store no data.
             _ => {}
         }

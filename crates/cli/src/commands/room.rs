@@ -16,7 +16,7 @@ use std::{
 use burgeon_block::Result;
 use burgeon_daemon::{
     Client,
-    protocol::{CacheRequest, Request},
+    protocol::{CacheRequest, Reply, Request},
 };
 use rustix::fs::statvfs;
 
@@ -25,6 +25,9 @@ use super::{Context, full::free_in};
 /// Beside the image: for the file system's own blocks and for records.
 const MARGIN: u64 = 64 << 20;
 
+/// Bytes of the unit in which `stat` counts.
+const SECTOR: u64 = 512;
+
 /// Has the cache evict until about `bytes` and a margin are free in `folder`, a store, as far as it
 /// can. That it cannot is no error: perhaps the image fits nevertheless.
 pub(super) fn make(context: &Context, folder: &Path, bytes: u64) {
@@ -32,22 +35,37 @@ pub(super) fn make(context: &Context, folder: &Path, bytes: u64) {
 }
 
 fn try_make(context: &Context, folder: &Path, bytes: u64) -> Result<()> {
-    let is_one_disk = disk(folder).is_some() && disk(folder) == disk(&context.state.cache());
     let wanted = bytes.saturating_add(MARGIN);
-    let Some(free) = free_in(folder).filter(|free| is_one_disk && *free < wanted) else {
+    let Some(free) = free_in(folder).filter(|free| *free < wanted && shares_disk(context, folder))
+    else {
         return Ok(());
     };
-    if let Some(client) = Client::connect(&context.state)? {
-        client.call(&Request::Cache(CacheRequest::Evict { bytes: wanted - free }))?;
+    let Some(client) = Client::connect(&context.state)? else { return Ok(()) };
+    let ask = |request| client.call(&Request::Cache(request));
+    let (Reply::Cache(answer), _) = ask(CacheRequest::Show)? else { return Ok(()) };
+    // What cannot fit anyway costs no cached data; without the margin it may.
+    if bytes.saturating_sub(free) <= answer.cache.used {
+        ask(CacheRequest::Evict { bytes: wanted - free })?;
     }
     Ok(())
+}
+
+/// True if what is evicted from the cache becomes free in `folder`.
+fn shares_disk(context: &Context, folder: &Path) -> bool {
+    disk(folder).is_some() && disk(folder) == disk(&context.state.cache())
+}
+
+/// The same for an archive, which may be sparse.
+pub(super) fn make_for_file(context: &Context, folder: &Path, file: &fs::File) {
+    make(context, folder, file.metadata().map_or(0, |it| it.blocks().saturating_mul(SECTOR)));
 }
 
 /// Does the same for the files of `tree`, whose sizes are added up only if they may not fit.
 pub(super) fn make_for_tree(context: &Context, folder: &Path, tree: &Path) {
     let Ok(source) = statvfs(tree) else { return };
     let in_use = source.f_blocks.saturating_sub(source.f_bfree).saturating_mul(source.f_frsize);
-    if free_in(folder).is_some_and(|free| free < in_use.saturating_add(MARGIN)) {
+    let is_tight = free_in(folder).is_some_and(|free| free < in_use.saturating_add(MARGIN));
+    if is_tight && shares_disk(context, folder) {
         make(context, folder, allocated(tree));
     }
 }
@@ -55,8 +73,6 @@ pub(super) fn make_for_tree(context: &Context, folder: &Path, tree: &Path) {
 /// Bytes that the files below `tree` have on its file system. It skips what it cannot read, which
 /// the build reports.
 fn allocated(tree: &Path) -> u64 {
-    /// Of the unit in which `stat` counts.
-    const SECTOR: u64 = 512;
     let own = disk(tree);
     let mut folders: Vec<PathBuf> = vec![tree.to_owned()];
     let mut sum = 0_u64;
