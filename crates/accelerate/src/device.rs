@@ -33,41 +33,12 @@ use crate::{
     keys::Key,
     locks::{Locked, Span},
     marks::Marks,
+    mode::Mode,
     records::DeviceBitmaps,
     sets::Slot,
     store::{Store, Trust},
     streams::Streams,
 };
-
-/// Treatment of writes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Mode {
-    /// To the slow device; the cache forgets the blocks.
-    WriteAround,
-    /// To the slow device, and then to the cache.
-    WriteThrough,
-    /// To the log of the cache device, and later to the slow device.
-    WriteBack,
-}
-
-impl Mode {
-    /// All of them, with their names.
-    pub const ALL: [(Self, &str); 3] = [
-        (Self::WriteAround, "write-around"),
-        (Self::WriteThrough, "write-through"),
-        (Self::WriteBack, "write-back"),
-    ];
-
-    /// The mode of this name.
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.iter().find(|(_, known)| *known == name).map(|(mode, _)| *mode)
-    }
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(mode, _)| *mode == self).map_or("?", |(_, name)| name)
-    }
-}
 
 /// Settings of a device.
 #[derive(Clone, Copy, Debug)]
@@ -153,9 +124,13 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             None => store.add_record(name, size)?,
         };
         match Self::begin(&store, &slow, (number, record), is_warm) {
-            Ok((marks, dropped)) => {
+            Ok((marks, dropped, is_lost)) => {
                 let device = Self::new(store, slow, name, (number, record), marks, options);
                 device.counts.add(Count::DroppedBlocks, dropped);
+                // The kernel reports a loss once, and its users wait for the report.
+                if is_lost && options.is_in_use {
+                    device.counts.note_lost();
+                }
                 Ok(device)
             }
             Err(error) if options.is_in_use => {
@@ -167,20 +142,21 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         }
     }
 
-    /// The marks of a device, and the number of its blocks that were dropped.
+    /// The marks of a device, the number of its blocks that were dropped, and whether the slow device
+    /// has lost what was written before.
     fn begin(
         store: &Store<C>,
         slow: &S,
         (number, record): (u8, Record),
         is_warm: bool,
-    ) -> Result<(Marks, u64)> {
+    ) -> Result<(Marks, u64, bool)> {
         let first = record.bitmap_first.get();
         let is_its = |key: Key| key.device == number;
         if is_warm {
             let marks = store.load_marks(&record);
             let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
             let dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
-            return Ok((marks, dropped));
+            return Ok((marks, dropped, false));
         }
         let counts = Counts::default();
         let dropped = store.drop_blocks(is_its);
@@ -188,16 +164,17 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         // What an earlier process has written without a cache is in no mark, and may be volatile: a
         // power failure must not leave it in the cache alone.
         let blocks = record.bitmap_blocks.get();
-        let marks = match slow.sync() {
+        let synced = slow.sync().inspect_err(|error| {
+            tracing::warn!("the whole of {} counts as written: {error}", record.name());
+        });
+        let regions = record.size.get().div_ceil(REGION) as u32;
+        let marks = match synced {
             Ok(()) => Marks::empty(store.id(), first, blocks),
-            Err(error) => {
-                tracing::warn!("the whole of {} counts as written: {error}", record.name());
-                Marks::full(store.id(), first, blocks, record.size.get().div_ceil(REGION) as u32)
-            }
+            Err(_) => Marks::full(store.id(), first, blocks, regions),
         };
         marks.store(&DeviceBitmaps { store, first, counts: &counts })?;
         store.put_record(number, record)?;
-        Ok((marks, dropped))
+        Ok((marks, dropped, synced.is_err()))
     }
 
     fn new(
@@ -244,6 +221,9 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             values.iter_mut().zip(before).for_each(|(value, stored)| *value -= stored.get());
         }
         shared.add_all(values);
+        if self.counts.has_lost() {
+            shared.note_lost();
+        }
         self.counts = shared;
         let (counts, pending) = (self.counts.clone(), self.backing.pending.clone());
         self.backing = Arc::new(Backing::new(self.slow.clone(), &self.name, counts, pending));

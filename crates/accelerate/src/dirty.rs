@@ -6,11 +6,7 @@
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
-    backing::SlowDevice,
-    device::{Cached, Mode},
-    locks::Locked,
-    log::Want,
-    write_back::lost,
+    backing::SlowDevice, device::Cached, locks::Locked, log::Want, mode::Mode, write_back::lost,
 };
 
 /// Times that an erasure finds new dirty blocks in its range, until it fails.

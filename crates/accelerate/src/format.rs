@@ -356,8 +356,16 @@ impl Super {
         }
         let version = raw.version.get();
         if version != VERSION {
-            let what =
-                format!("its cache has format {version}; this program knows format {VERSION}");
+            let remedy = match version < VERSION {
+                true => {
+                    "make it anew (`burgeon accelerate destroy`, `create`): the slow devices have everything"
+                }
+                // It may have data that no slow device has.
+                false => "use the version of Burgeon that made it",
+            };
+            let what = format!(
+                "its cache has format {version}, and this program knows format {VERSION}: {remedy}"
+            );
             return fail(ErrorKind::UnsupportedFormat, what);
         }
         if !is_sealed(block, Kind::Super, 0, 0, raw.id) {

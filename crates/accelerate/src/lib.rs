@@ -27,6 +27,7 @@ pub mod keys;
 mod locks;
 mod log;
 mod marks;
+mod mode;
 pub mod policy;
 mod record;
 mod records;
@@ -39,6 +40,7 @@ mod write_back;
 
 pub use backing::SlowDevice;
 pub use counters::{Cells, Count, Counts};
-pub use device::{Cached, Mode, Options};
+pub use device::{Cached, Options};
+pub use mode::Mode;
 pub use store::{Distrust, Store, Trust, create, create_with, destroy, read_super};
 pub use write_back::Limits;

@@ -7,7 +7,8 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use crate::{
     backing::SlowDevice,
     counters::{Count, Counts},
-    device::{Cached, Mode},
+    device::Cached,
+    mode::Mode,
     sets::Slot,
 };
 
@@ -52,6 +53,10 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
                 continue;
             }
             self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;
+            // What is written round a cache that was given up is not forgotten there.
+            if self.store.has_failed() {
+                break;
+            }
             compared += 1;
             if slow.bytes() != cached.bytes() {
                 wrong += 1;

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    Cached, Limits, Mode, Options, SlowDevice, Store, Trust, create_with,
+    Cached, Counts, Limits, Mode, Options, SlowDevice, Store, Trust, create_with,
     format::{LOG_MIN, Layout},
     policy::Kind,
 };
@@ -401,5 +401,24 @@ fn records_that_a_user_writes_as_data_do_not_count() {
 fn a_small_log_is_refused() {
     for blocks in [1, LOG_MIN - 1, 300] {
         assert!(Layout::with_log(1 << 20, blocks).is_err(), "{blocks}");
+    }
+}
+
+/// The kernel tells a loss once: to the sync at the start, while a program still waits to be told.
+#[test]
+fn a_loss_that_shows_at_a_cold_start_fails_the_flushes_of_a_device_in_use() {
+    for is_in_use in [true, false] {
+        let (cache, slow) = (Disk::new(CACHE_LEN), Disk::new(SLOW_BLOCKS * BLOCK));
+        let layout = Layout::with_log(CACHE_LEN as u64, 0).expect("no layout");
+        create_with(&cache, layout, [1; 16]).expect("no cache");
+        let (len, distrust) = (CACHE_LEN as u64, Box::new(|| Ok(())));
+        let store = Store::open(cache, len, Trust::Cold, Kind::Clock, distrust).expect("no store");
+        let options = Options { mode: Mode::WriteThrough, cutoff: 0, is_in_use };
+        slow.fail(true);
+        let device = Cached::attach(Arc::new(store), slow.clone(), "slow", Trust::Cold, options);
+        slow.fail(false);
+        let device = device.expect("not attached").count_in(Counts::default());
+        assert_eq!(device.flush().is_err(), is_in_use);
+        assert_eq!(device.write(0, &[1; BLOCK], false).is_err(), is_in_use);
     }
 }

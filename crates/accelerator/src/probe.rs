@@ -5,8 +5,11 @@ use burgeon_block::{LocalFile, Result};
 /// Bytes from the beginning that are looked at.
 const LEN: usize = 68 << 10;
 
+/// What [`content`] says of a cache.
+pub const CACHE: &str = "a cache of Burgeon";
+
 const MARKS: &[(usize, &[u8], &str)] = &[
-    (40, b"burgaccl", "a cache of Burgeon"),
+    (40, b"burgaccl", CACHE),
     (0, b"XFSB", "an XFS file system"),
     (0, b"LUKS\xba\xbe", "a LUKS volume"),
     (0, b"hsqs", "a squashfs file system"),

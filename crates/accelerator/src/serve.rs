@@ -27,7 +27,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Cached, Count, Counts, Options, Store, Trust, policy::Kind};
+use burgeon_accelerate::{Cached, Count, Counts, Options, Store, Trust, policy::Kind, read_super};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
@@ -167,6 +167,15 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     let place = plan.distrust.clone();
     let distrust = Box::new(move || record_distrust(&place));
     let copy = file.descriptor()?;
+    // It may have blocks that the slow device does not have: it is never gone round, either.
+    if read_super(&file, size).is_ok_and(|head| head.layout.log_blocks != 0) {
+        let what = format!(
+            "{} has a log for write-back, which this version of Burgeon does not serve: use the version that made \
+             it",
+            plan.cache.display()
+        );
+        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+    }
     match Store::open(file, size, trust, policy, distrust) {
         Ok(store) => {
             // Only here: nothing is served yet, so nobody can have recorded a newer failure.
@@ -287,10 +296,20 @@ impl Serving {
         let last = next.saturating_add(SLOTS_A_CHECK).min(end);
         let until = Instant::now() + CHECK;
         let (mut compared, mut wrong) = (0, 0);
-        while next < last && Instant::now() < until {
+        while next < last {
             let stop = (next + 16).min(last);
             let found = device.compare(next..stop)?;
             (compared, wrong, next) = (compared + found.0, wrong + found.1, stop);
+            // At least some each time, however busy the machine is.
+            if Instant::now() >= until {
+                break;
+            }
+        }
+        // Slots of a cache that was given up are older than what was written since.
+        if self.store.has_failed() {
+            let what = "the cache device has failed: nothing is served from it, so there is nothing to check; \
+                        detach and attach the devices with another one";
+            return Err(Error::new(ErrorKind::Unavailable, what));
         }
         let next = (next < end).then_some(next);
         Ok(json!({ "compared_blocks": compared, "wrong_blocks": wrong, "next": next }))

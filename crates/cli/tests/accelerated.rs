@@ -283,7 +283,11 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     let slow = Slow::new(&shorter, &[]);
     burgeon.fails(&attach(slow.text()), 1, "is it another");
     assert!(!Path::new("/dev/burgeon/accel-bad").exists());
+    // The cache's name is that of another device now.
+    run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&cache));
+    let foreign = hash_of(&cache);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
+    assert_eq!(hash_of(&cache), foreign, "it was overwritten");
     drop(ends);
 }
 

@@ -394,13 +394,21 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
         let done = folder.ask_server(&Ask::Check { name: name.to_owned(), from })?;
         compared += done["compared_blocks"].as_u64().unwrap_or(0);
         wrong += done["wrong_blocks"].as_u64().unwrap_or(0);
-        let further = done["next"].as_u64().and_then(|next| u32::try_from(next).ok());
-        // A server of another version that did not go on must not hold this up.
-        next = further.filter(|next| *next > from);
+        next = done["next"].as_u64().and_then(|next| u32::try_from(next).ok());
+        if next.is_some_and(|next| next <= from) {
+            let what = format!("the server of {name} does not go on with the check: try again");
+            return Err(Error::new(ErrorKind::Unavailable, what).into());
+        }
     }
     let done = json!({ "name": name, "compared_blocks": compared, "wrong_blocks": wrong });
     tell(context, &done, |_| println!("{compared} blocks compared, {wrong} wrong"))?;
     Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::from(4) })
+}
+
+/// True if a cache may have data in a log.
+fn has_log(disk: &Disk) -> bool {
+    let head = burgeon_accelerate::read_super(disk, disk.size());
+    head.is_ok_and(|head| head.layout.log_blocks != 0)
 }
 
 fn destroy(context: &Context, name: &str) -> Result<ExitCode> {
@@ -411,7 +419,24 @@ fn destroy(context: &Context, name: &str) -> Result<ExitCode> {
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
     match Disk::open(&path) {
-        Ok(disk) => burgeon_accelerate::destroy(&disk)?,
+        // The name of a device may be that of another one since a restart.
+        Ok(disk) => match probe::content(&disk, disk.size())? {
+            Some(probe::CACHE) if has_log(&disk) => {
+                let what = format!(
+                    "{} has a log for write-back, perhaps with data that no other device has: destroy it with the \
+                     version of Burgeon that made it",
+                    path.display()
+                );
+                return Err(Error::new(ErrorKind::UnsupportedFormat, what).into());
+            }
+            Some(probe::CACHE) => burgeon_accelerate::destroy(&disk)?,
+            other => {
+                let (shown, other) = (path.display(), other.unwrap_or("no cache of Burgeon"));
+                eprintln!(
+                    "note: {shown} now has {other}, and was left alone: only the record of {name} is removed"
+                );
+            }
+        },
         // The device is gone; its record goes, too.
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error.into()),
