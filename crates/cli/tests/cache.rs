@@ -100,7 +100,8 @@ fn users_see_and_change_the_cache() {
     drop_caches();
     assert_same(&tree, &at);
     let after = cache(&burgeon, &["status"])["cache"]["read"]["hit"].as_u64().unwrap();
-    assert!(after - before >= all, "{before}, {after}");
+    // A page in use at that moment stays in memory.
+    assert!(after - before >= all / 10 * 9, "{before}, {after}");
     let said = burgeon.ok(&["cache", "status"]);
     assert!(said.contains("% in a minute") && said.contains("% in all"), "{said}");
     // Some 80 chunks, read again and again: a cache of any of these sizes would have had them.
@@ -108,9 +109,10 @@ fn users_see_and_change_the_cache() {
     let is_estimated = wait_until(PATIENCE, || {
         drop_caches();
         assert_same(&tree, &at);
-        estimated().is_array()
+        // Few chunks are looked at: each reading adds to the hits.
+        estimated()[0].as_u64() > Some(300)
     });
-    assert!(is_estimated && estimated()[0].as_u64() > Some(300), "{}", estimated());
+    assert!(is_estimated, "{}", estimated());
     assert!(burgeon.ok(&["cache", "status"]).contains("% at twice the size"));
 
     let evicted = cache(&burgeon, &["evict", "4M"]);
