@@ -186,9 +186,10 @@ fn a_mirror_that_failed_is_asked_again_where_the_server_is_away() {
     let own = TcpListener::bind("127.0.0.1:0").unwrap();
     let hosts = format!("server = 'http://127.0.0.1:1'\n[host.'http://{}']\n", mirror.address);
     let registry = open(own.local_addr().unwrap(), &hosts, serde_json::json!({}));
-    let whole = ByteRange::at(0, 3).unwrap();
-    assert!(waiting(registry.blob_range(&Digest::of(b"abc"), whole)).is_err());
-    reads_abc(&registry);
+    // As readers of a volume do; a slow request is sent twice, so the first may succeed.
+    let (whole, digest) = (ByteRange::at(0, 3).unwrap(), Digest::of(b"abc"));
+    let read = || waiting(registry.blob_range(&digest, whole)).is_ok();
+    assert!((0..3).any(|_| read()), "the mirror was left out");
 }
 
 #[test]
