@@ -106,7 +106,7 @@ pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 5] {
 ///
 /// Moves this process to a root of its own with these files, where that is possible: the sandbox
 /// then has a user of its own.
-pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
+pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
     // Each folder, because another disk may be mounted on it.
     let read = [state.root().to_owned(), state.profiles(), state.store()];
     let sandbox = Sandbox::computing().network();
@@ -132,13 +132,12 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     let (own, others): (Vec<_>, Vec<_>) =
         sandbox.paths().partition(|path| path.starts_with(state.root()));
     let own: Vec<_> = std::iter::once(state.root()).chain(own).collect();
-    match own_root::try_enter(&own, &others) {
-        Ok(()) => sandbox.user(own_root::USER),
-        Err(reason) => {
-            tracing::info!(%reason, "the server stays root, without capabilities");
-            sandbox
-        }
+    if let Err(reason) = own_root::attempt(&own, &others) {
+        tracing::info!(%reason, "the server stays root, without capabilities");
+        return Ok(sandbox);
     }
+    own_root::enter(&own, &others)?;
+    Ok(sandbox.user(own_root::USER))
 }
 
 /// It opens any file of this host for reading, at the server's request, and with ublk its devices,
@@ -255,21 +254,21 @@ pub const ROLES: &[Role] = &[
         name: "serving",
         process: "__serve",
         sandbox: Some(|folder| {
-            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: false }))
+            serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: false })
         }),
     },
     Role {
         name: "serving-rings",
         process: "__serve",
         sandbox: Some(|folder| {
-            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: true }))
+            serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: true })
         }),
     },
     Role {
         name: "serving-ublk",
         process: "__serve",
         sandbox: Some(|folder| {
-            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: true, rings: true }))
+            serving(&StateDir::open(folder)?, ServingIo { ublk: true, rings: true })
         }),
     },
 ];

@@ -166,7 +166,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let written = roles::written_by_server(&state);
     let written: Vec<_> =
         written.into_iter().map(|folder| (folder.clone(), identity(&folder))).collect();
-    if !roles::serving(&state, io).enter()? {
+    if !roles::serving(&state, io)?.enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
     let opener = Arc::new(opener::Client::default());

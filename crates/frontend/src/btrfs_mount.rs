@@ -273,21 +273,8 @@ impl Btrfs {
             propagation: 0,
             userns_fd: 0,
         };
-        // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_mount_setattr,
-                self.mount.as_raw_fd(),
-                c"".as_ptr(),
-                libc::AT_EMPTY_PATH,
-                &raw const request,
-                size_of_val(&request),
-            )
-        };
-        match result {
-            0 => Ok(()),
-            _ => Err(failed("cannot set the mount's attributes", io::Error::last_os_error())),
-        }
+        set_mount_attributes(self.mount.as_fd(), &request)
+            .map_err(|e| failed("cannot set the mount's attributes", e))
     }
 
     /// The mount's descriptor: keep it, or hand it to the caller of [`attach`].
@@ -300,6 +287,25 @@ impl AsFd for Btrfs {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.mount.as_fd()
     }
+}
+
+/// `mount_setattr` of a mount by its descriptor.
+pub fn set_mount_attributes(
+    mount: BorrowedFd<'_>,
+    attributes: &libc::mount_attr,
+) -> io::Result<()> {
+    // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            std::ptr::from_ref(attributes),
+            size_of_val(attributes),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// True if a mount may have failed because btrfs did not know a device: ENOENT, and EINVAL before

@@ -17,7 +17,7 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-/// What a copy tells if it has no error.
+/// The message of a copy that has no error.
 const DONE: &str = "done";
 
 /// Longest error that a copy tells.

@@ -17,14 +17,16 @@
 //! waits for its last requests, which nobody but this process answers. For the same reason another
 //! process takes the host's mounts off ([`fork::detached`]).
 //!
-//! [`try_enter`] tries everything in a copy of the process first: whatever fails there (the file
-//! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was.
+//! [`attempt`] tries everything in a copy of the process first: whatever fails there (the file
+//! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was. What
+//! fails in [`enter`] after that ends the process: it has left the host's root, and is not yet in its
+//! own.
 
 use std::{
     collections::BTreeSet,
     fs, io,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::fs::{DirBuilderExt, FileTypeExt, symlink},
     },
     path::{Path, PathBuf},
@@ -33,6 +35,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::btrfs_mount::set_mount_attributes;
 use rustix::{
     fs::{Access, AtFlags, CWD, Mode, accessat},
     mount::{
@@ -65,15 +68,13 @@ const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 /// what is in them.
 const WHOLE: [&str; 5] = ["/etc", "/proc", "/run", "/sys", "/usr"];
 
-/// Enters the root, with `own` folders for [`USER`], parents first, and with what is at `others`,
-/// where it exists. An error leaves the process as it was; the process must have one thread.
-pub(crate) fn try_enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+/// Tries [`enter`] in a copy of this process; the error is the reason why it cannot be done here.
+pub(crate) fn attempt(own: &[&Path], others: &[&Path]) -> Result<()> {
     let there: Vec<&Path> = others.iter().copied().filter(|path| path.exists()).collect();
     fork::in_a_copy(|| {
         enter(own, others)?;
         as_user(own, &there)
-    })?;
-    enter(own, others)
+    })
 }
 
 /// Becomes [`USER`], as far as it takes to see whether that user can work in the `own` folders, and
@@ -100,12 +101,15 @@ fn as_user(own: &[&Path], others: &[&Path]) -> Result<()> {
     }
 }
 
-fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+/// Enters the root, with `own` folders for [`USER`], parents first, and with what is at `others`,
+/// where it exists. The process must have one thread.
+pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
     let failed = |e: io::Error| Error::io("cannot make a root for the server", e);
     let users = fork::user_namespace(USER).map_err(|e| {
         Error::io("cannot make a user namespace (CAP_SETUID, user.max_user_namespaces)", e)
     })?;
-    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
+    let mut mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
+    mounts.retain(|mount| !backing_devices::is_burgeon_device(&mount.source));
     let mut places = Vec::new();
     for path in mounts_of(own, &mounts) {
         let copy = copy_of(path).map_err(failed)?;
@@ -162,8 +166,7 @@ fn mounts_of<'a>(own: &[&'a Path], mounts: &'a [MountInfo]) -> Vec<&'a Path> {
     let is_between = |target: &Path| {
         target.starts_with(first) && target != *first && own.iter().any(|it| it.starts_with(target))
     };
-    let is_own = |mount: &&MountInfo| !backing_devices::is_burgeon_device(&mount.source);
-    let below = mounts.iter().filter(is_own).map(|mount| &*mount.target);
+    let below = mounts.iter().map(|mount| &*mount.target);
     let below: BTreeSet<&Path> = below.filter(|target| is_between(target)).collect();
     std::iter::once(*first).chain(below).collect()
 }
@@ -178,8 +181,7 @@ enum Place {
 /// The places to bring, parents first: those of [`WHOLE`], what is at `others` outside of them, the
 /// mounts on the way, and those below a folder of `/etc`, such as single certificates in a container.
 fn brought(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
-    let is_own = |mount: &&MountInfo| !backing_devices::is_burgeon_device(&mount.source);
-    let mounts: BTreeSet<&Path> = mounts.iter().filter(is_own).map(|it| &*it.target).collect();
+    let mounts: BTreeSet<&Path> = mounts.iter().map(|it| &*it.target).collect();
     let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));
     let mut brought: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
     // A link on most machines, by whose name sockets of resolvers are known.
@@ -265,22 +267,11 @@ fn empty() -> io::Result<OwnedFd> {
 /// Sets attributes of `mount`, with `users`, who map its files. What is mounted below its original
 /// later does not come along.
 fn set(mount: &OwnedFd, attributes: u64, users: Option<&OwnedFd>) -> io::Result<()> {
-    let request = libc::mount_attr {
+    let attributes = libc::mount_attr {
         attr_set: attributes,
         attr_clr: 0,
         propagation: libc::MS_PRIVATE,
         userns_fd: users.map_or(0, |users| users.as_raw_fd() as u64),
     };
-    // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            mount.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            &raw const request,
-            size_of_val(&request),
-        )
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    set_mount_attributes(mount.as_fd(), &attributes)
 }
