@@ -174,6 +174,11 @@ fn containerd_takes_the_configuration_of_setup() {
     assert_eq!(said.status.code(), Some(1), "config.toml is missing: {words}");
     assert!(words.contains("imports = "), "{words}");
     assert!(!etc.exists(), "it writes nothing");
+    // It would have no effect.
+    let refused = setup(&["--containers", "overlay", "--write"]);
+    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(2) && words.contains("ExecStart="), "{words}");
+    assert!(!etc.exists());
     let said = setup(&["--trust", "registry.example/team/*", "--write"]);
     assert!(said.stderr.is_empty(), "{said:?}");
     let unit = etc.join("systemd/system/burgeon-snapshotter.service.d/trust.conf");

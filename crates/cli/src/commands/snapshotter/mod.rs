@@ -23,6 +23,7 @@ use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::Form};
 
 use self::layers::OwnLayers;
 use super::{Context, HOSTS_DIR};
+use crate::exit::Usage;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -83,10 +84,26 @@ impl Snapshots {
     pub(crate) fn serves(&self) -> bool {
         self.command.is_none()
     }
+
+    /// Refuses options that would have no effect.
+    fn check(&self) -> Result<(), Usage> {
+        let patterns = self.native.len() + self.overlay.len();
+        let has_none =
+            patterns == 0 && self.write_limit.is_none() && self.containers == Form::default();
+        match self.serves() || has_none {
+            true => Ok(()),
+            false => Err(Usage(
+                "--containers, --native, --overlay and --write-limit are options of the service: add them to \
+                 ExecStart= of burgeon-snapshotter.service (`systemctl edit`)"
+                    .to_owned(),
+            )),
+        }
+    }
 }
 
 pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCode> {
     let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
+    args.check()?;
     match &args.command {
         Some(SnapshotsCommand::Setup(setup)) => setup::setup(
             context.state.root(),
