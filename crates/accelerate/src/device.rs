@@ -161,8 +161,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         let counts = Counts::default();
         let dropped = store.drop_blocks(is_its);
         store.store_index(&counts)?;
-        // What an earlier process has written without a cache is in no mark, and may be volatile: a
-        // power failure must not leave it in the cache alone.
+        // No mark has the writes of an earlier process without a cache, and they may be volatile: a
+        // power failure must not leave them in the cache alone.
         let blocks = record.bitmap_blocks.get();
         let synced = slow.sync().inspect_err(|error| {
             tracing::warn!("the whole of {} counts as written: {error}", record.name());

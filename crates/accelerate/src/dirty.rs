@@ -80,7 +80,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             if !self.meets_dirty(at, len) {
                 return Ok(locked);
             }
-            // Whoever writes back takes no lock of a block, but writers wait for this one.
+            // Writing back needs no lock of a block, but writers wait for this one.
             drop(locked);
             self.store.write_back(Want::All)?;
         }

@@ -48,7 +48,7 @@ pub(crate) trait Heads {
     fn begin_generation(&self, generation: u64, first: u64) -> Result<()>;
 }
 
-/// What is to be written back.
+/// The choice of dirty blocks to write back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Want {
     /// The oldest segment, to make room.
@@ -94,7 +94,7 @@ pub(crate) enum Segment {
     Avoided,
 }
 
-/// What recovery has found.
+/// The result of recovery.
 pub(crate) struct Found {
     pub(crate) map: BTreeMap<Key, Entry>,
     pub(crate) segments: Vec<Segment>,

@@ -1,4 +1,4 @@
-//! What becomes of a write.
+//! The modes of a device.
 
 /// Treatment of writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

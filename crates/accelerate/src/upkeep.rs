@@ -53,7 +53,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
                 continue;
             }
             self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;
-            // What is written round a cache that was given up is not forgotten there.
+            // A cache that was given up keeps blocks that are written round it.
             if self.store.has_failed() {
                 break;
             }

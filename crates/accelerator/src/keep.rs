@@ -152,7 +152,7 @@ impl Keeper {
                     let asked = question(&stream);
                     let result = asked.and_then(|ask| self.answer(ask));
                     if self.devices.is_empty() {
-                        // Whoever asked may go on with the cache at once.
+                        // The client may use the cache as soon as it has the answer.
                         self.end();
                         reply(stream, result);
                         return Ok(());

@@ -12,7 +12,11 @@ use std::{
     thread,
 };
 
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerate::{
+    create_with,
+    format::{LOG_MIN, Layout},
+};
+use burgeon_accelerator::{control::Ask, disk::Disk, folder::Folder};
 use serde_json::Value;
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, processes_with, wait_until};
 
@@ -283,6 +287,13 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     let slow = Slow::new(&shorter, &[]);
     burgeon.fails(&attach(slow.text()), 1, "is it another");
     assert!(!Path::new("/dev/burgeon/accel-bad").exists());
+    // A cache with a log for write-back, of a later version: neither served nor destroyed.
+    let disk = Disk::open(&cache).unwrap();
+    let layout = Layout::with_log(disk.size(), LOG_MIN).unwrap();
+    create_with(&disk, layout, [1; 16]).unwrap();
+    drop(disk);
+    burgeon.fails(&attach(slow.text()), 4, "log for write-back");
+    burgeon.fails(&["accelerate", "destroy", "fast"], 4, "log for write-back");
     // The cache's name is that of another device now.
     run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&cache));
     let foreign = hash_of(&cache);

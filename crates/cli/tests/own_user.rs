@@ -90,7 +90,7 @@ fn serves_as_another_user(label: &str, mkfs: &[&str]) {
     for foreign in ["home", "root", "dev", "boot", "srv"] {
         assert!(!listed.contains(foreign), "{listed:?}");
     }
-    // What it has made is root's for everybody else.
+    // For everybody else its files are root's.
     for path in everything(burgeon.state()) {
         assert_eq!(path.symlink_metadata().unwrap().uid(), 0, "{path:?}");
     }

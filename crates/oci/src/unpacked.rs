@@ -261,6 +261,7 @@ mod tests {
             names.filter(|name| name.to_string_lossy().ends_with(DIFFERS)).count()
         };
         assert_eq!(differing(), 0);
+        assert!(!all.has_differing());
         all.record(&[unpacked("l9", "d9", "d1")]).unwrap();
         let Verdict::Differs(why) = all.judge(&forged, 2) else { panic!() };
         assert!(
@@ -268,6 +269,11 @@ mod tests {
             "{why}"
         );
         assert_eq!(differing(), 1, "the daemon counts them");
+        assert!(all.has_differing());
+        // A digest has one content: a reader that tells of another one changes no fact.
+        let error = all.record(&[unpacked("l1", "junk", "junk")]).unwrap_err();
+        assert!(error.to_string().contains(&id("junk")), "{error}");
+        assert_eq!(all.diff_id(&id("l1")), Some(id("d1")));
         assert_eq!(all.judge(&good, 1), Verdict::Verified, "others are none the worse");
         // A damaged record, and one under another's name, count as missing.
         let path = |layer: &str| all.folder.join(id(layer).strip_prefix("sha256:").unwrap());

@@ -322,6 +322,8 @@ mod tests {
         path::Path,
     };
 
+    use rustix::fs::{FileType, Mode};
+
     use super::write;
 
     /// Links the files of `before` into `changed`: so they have the same inodes, as in two mounts.
@@ -344,7 +346,13 @@ mod tests {
         for name in ["before/a/b", "before/gone/below", "before/same"] {
             fs::create_dir_all(path(name)).unwrap();
         }
-        for name in ["before/a/kept", "before/a/b/old", "before/gone/below/x", "before/kept"] {
+        for name in [
+            "before/a/kept",
+            "before/a/hidden",
+            "before/a/b/old",
+            "before/gone/below/x",
+            "before/kept",
+        ] {
             fs::write(path(name), name).unwrap();
         }
         linked(&path("before"), &path("changed"));
@@ -361,13 +369,22 @@ mod tests {
         fs::set_permissions(path("changed/a/new"), fs::Permissions::from_mode(0o4711)).unwrap();
         fs::hard_link(path("changed/a/new"), path("changed/a/newer")).unwrap();
         symlink("../new", path("changed/a/link")).unwrap();
+        // A device 0, 0 hides a file as its removal does, and is nothing where there was none.
+        fs::remove_file(path("changed/a/hidden")).unwrap();
+        for name in ["changed/a/hidden", "changed/a/nothing"] {
+            let kind = FileType::CharacterDevice;
+            rustix::fs::mknodat(rustix::fs::CWD, path(name), kind, Mode::RUSR, 0).unwrap();
+        }
         fs::create_dir(path("layer")).unwrap();
         write(&path("changed"), &path("before"), &path("layer")).unwrap();
         let found = |name: &str| path("layer").join(name).symlink_metadata();
         assert!(found("kept").is_err() && found("a/kept").is_err());
         assert_eq!(fs::read(path("layer/gone")).unwrap(), b"a file now");
-        let whiteout = found("a/b/old").unwrap();
-        assert_eq!((whiteout.mode() & 0o170_000, whiteout.rdev()), (0o020_000, 0));
+        for name in ["a/b/old", "a/hidden"] {
+            let whiteout = found(name).unwrap();
+            assert_eq!((whiteout.mode() & 0o170_000, whiteout.rdev()), (0o020_000, 0), "{name}");
+        }
+        assert!(found("a/nothing").is_err());
         let new = found("a/new").unwrap();
         assert_eq!((new.len(), new.mode() & 0o7777, new.nlink()), (1 << 30, 0o4711, 2));
         assert!(new.blocks() * 512 < 1 << 20, "it keeps its hole");

@@ -203,6 +203,10 @@ fn a_mirror_that_keeps_others_waiting_is_asked_last() {
         tokio::time::timeout(Duration::from_millis(300), registry.blob_range(&digest, whole)).await
     };
     assert!(waiting(impatient).is_err(), "the mirror does not answer");
-    // At once, and not after the mirror.
+    silent.set_nonblocking(true).unwrap();
+    let connections = || std::iter::from_fn(|| silent.accept().ok()).count();
+    assert!(connections() > 0);
+    // At once: the mirror is not even connected to.
     reads_abc(&registry);
+    assert_eq!(connections(), 0);
 }

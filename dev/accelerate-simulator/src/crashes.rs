@@ -14,18 +14,7 @@ pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
     for at in 0.. {
         let mut world = World::new(seed)?;
         world.power.fail_after(Some(at));
-        for _ in 0..60 {
-            let number = world.rng.below(2) as usize;
-            match world.rng.below(10) {
-                0..3 => world.read(number)?,
-                3..7 => world.write(number),
-                7 => world.flush(number)?,
-                _ => world.tidy(number),
-            }
-            if world.power.is_off() {
-                break;
-            }
-        }
+        world.operate()?;
         if !world.power.is_off() {
             return Ok(at);
         }
@@ -42,18 +31,7 @@ pub fn die_at_every_write(seed: u64) -> Result<u64, String> {
         let mut world = World::new(seed)?;
         world.choose(Mode::WriteBack, Kind::Clock);
         world.power.die_after(at);
-        for _ in 0..60 {
-            let number = world.rng.below(2) as usize;
-            match world.rng.below(10) {
-                0..3 => world.read(number)?,
-                3..7 => world.write(number),
-                7 => world.flush(number)?,
-                _ => world.tidy(number),
-            }
-            if world.power.is_off() {
-                break;
-            }
-        }
+        world.operate()?;
         if !world.power.is_off() {
             return Ok(at);
         }
@@ -161,3 +139,22 @@ impl World {
 }
 
 const _: () = assert!(SECTOR == 512, "a block is 8 sectors");
+
+impl World {
+    /// Some operations on either device, until the power fails.
+    fn operate(&mut self) -> Result<(), String> {
+        for _ in 0..60 {
+            let number = self.rng.below(2) as usize;
+            match self.rng.below(10) {
+                0..3 => self.read(number)?,
+                3..7 => self.write(number),
+                7 => self.flush(number)?,
+                _ => self.tidy(number),
+            }
+            if self.power.is_off() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}

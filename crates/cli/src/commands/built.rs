@@ -1,4 +1,4 @@
-//! What a command says of an image that it has built.
+//! The report on a finished build.
 
 use burgeon_image::builder::Report;
 

@@ -183,7 +183,7 @@ impl Context {
         Documents::new(self.state.documents())
     }
 
-    /// What layers unpack to, as this host has computed it.
+    /// The digests of unpacked layers that this host has computed.
     pub(crate) fn unpackings(&self) -> Unpackings {
         Unpackings::new(self.state.unpacked())
     }

@@ -43,7 +43,7 @@ fn try_make(context: &Context, folder: &Path, bytes: u64) -> Result<()> {
     let Some(client) = Client::connect(&context.state)? else { return Ok(()) };
     let ask = |request| client.call(&Request::Cache(request));
     let (Reply::Cache(answer), _) = ask(CacheRequest::Show)? else { return Ok(()) };
-    // What cannot fit anyway costs no cached data; without the margin it may.
+    // An image that cannot fit anyway costs no cached data. The margin may be missing.
     if bytes.saturating_sub(free) <= answer.cache.used {
         ask(CacheRequest::Evict { bytes: wanted - free })?;
     }

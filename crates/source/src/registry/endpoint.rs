@@ -1,8 +1,8 @@
 //! One host that serves a repository: the registry itself, or a mirror of it.
 //!
 //! Invariants: a login is for one host, and goes to no other; the headers of a host do not follow a
-//! redirect to another one; a mirror that failed, or kept others
-//! waiting, is asked after all others for [`REST`].
+//! redirect to another one; a mirror that failed, or kept others waiting, is asked after all others
+//! for [`REST`].
 
 use std::{
     sync::{Mutex, PoisonError, atomic::Ordering::Relaxed},
@@ -145,7 +145,7 @@ impl Endpoint {
         Waiting(Some(self))
     }
 
-    /// Leaves the host out for a while.
+    /// Has the host asked last for a while.
     pub(super) fn rest(&self) {
         let until = Some(Instant::now() + REST);
         *self.rests_until.lock().unwrap_or_else(PoisonError::into_inner) = until;
