@@ -9,7 +9,8 @@
 //! The tests of this host wait for disks, deaths and time limits; an emulated guest keeps one
 //! processor busy. So they run in two lanes, and the lane that ends first takes what is left of the
 //! other. A failed step does not stop the ones after it. A step whose tool is not installed is named as
-//! left out; it counts neither way.
+//! left out; it counts neither way. What hangs is killed, and what has not begun when the time is up
+//! fails: who waits for the summary waits for a bounded time.
 
 use std::{
     fs, iter,
@@ -32,6 +33,12 @@ use crate::{
 /// Duration of each fuzz target in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
 
+/// Time for everything, in minutes, unless asked otherwise.
+const MINUTES: u64 = 70;
+
+/// How long a test may be silent. The slowest say something each minute on an idle machine.
+const SILENCE: Duration = Duration::from_secs(720);
+
 /// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
 const SLOWEST: usize = 20;
 
@@ -43,6 +50,9 @@ pub(crate) struct Options {
     /// Seconds that each fuzz target runs.
     #[arg(long, default_value_t = FUZZ_SECONDS)]
     fuzz_seconds: u32,
+    /// Minutes after which nothing new begins: what is left counts as failed.
+    #[arg(long, default_value_t = MINUTES)]
+    minutes: u64,
     /// Leave the older kernels out: for a quick run, never in CI.
     #[arg(long)]
     no_lab: bool,
@@ -55,6 +65,7 @@ pub(crate) struct Options {
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let made = Made::begin(root)?;
     let mut steps = Steps::new(root, &made);
+    steps.until = Some(steps.begun + Duration::from_secs(60 * options.minutes));
     steps.lints();
     steps.tests_in_lanes(&options.arguments, options.no_lab)?;
     steps.licences();
@@ -87,14 +98,24 @@ struct Run {
     errors: Errors,
     /// It has no tests of its own, and counts as one.
     is_check: bool,
+    /// Nothing waits for it longer.
+    until: Option<Instant>,
 }
 
 impl Run {
     /// Runs it. Its output is shown as it comes, or when it has ended.
     fn watch(self, live: bool) -> Result<Outcome> {
-        let Self { name, command, errors, is_check } = self;
+        let Self { name, mut command, errors, is_check, until } = self;
         let mut text = String::new();
-        let mut outcome = watch(&name, command, errors, |line| match live {
+        if let Some(until) = until {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                println!("== {name}: no time left");
+                return Ok(Outcome::not_begun(&name));
+            }
+            command.env(lab::LIMIT, left.min(lab::LONGEST).as_secs().to_string());
+        }
+        let mut outcome = watch(&name, command, errors, SILENCE, |line| match live {
             true => println!("{line}"),
             false => text.extend([line, "\n"]),
         })?;
@@ -111,6 +132,8 @@ struct Steps<'a> {
     root: &'a Path,
     made: &'a Made,
     begun: Instant,
+    /// When nothing new begins.
+    until: Option<Instant>,
     /// Duration of each step.
     took: Vec<(String, Duration)>,
     /// Duration of each test program.
@@ -130,6 +153,7 @@ impl<'a> Steps<'a> {
             root,
             made,
             begun: Instant::now(),
+            until: None,
             took: Vec::new(),
             ran: Vec::new(),
             tests: Vec::new(),
@@ -186,7 +210,13 @@ impl<'a> Steps<'a> {
             let runner = format!("CARGO_TARGET_{}_RUNNER", triple()?);
             command.env(runner, "sudo --preserve-env");
         }
-        Ok(Run { name: "tests".into(), command, errors: Errors::Along, is_check: false })
+        Ok(Run {
+            name: "tests".into(),
+            command,
+            errors: Errors::Along,
+            is_check: false,
+            until: None,
+        })
     }
 
     /// The tests of this host, those of the older kernels, and the budget of a hit.
@@ -206,7 +236,8 @@ impl<'a> Steps<'a> {
         let mut command = Command::new("/proc/self/exe");
         command.arg("budget").current_dir(self.root);
         let name = "instructions of a hit".to_owned();
-        let budget = Run { name, command, errors: Errors::Along, is_check: true };
+        let until = self.until;
+        let budget = Run { name, command, errors: Errors::Along, is_check: true, until };
         // The longest first.
         let queue = Mutex::new(lab.into_iter().chain([budget]));
         let next = || queue.lock().ok()?.next();
@@ -244,7 +275,9 @@ impl<'a> Steps<'a> {
             self.count("test programs for the lab", false);
             Vec::new()
         });
-        let run = |(name, command)| Run { name, command, errors: Errors::Apart, is_check: false };
+        let until = self.until;
+        let run =
+            |(name, command)| Run { name, command, errors: Errors::Apart, is_check: false, until };
         runs.into_iter().map(run).collect()
     }
 
@@ -308,6 +341,10 @@ impl<'a> Steps<'a> {
             self.count("fuzz targets", false);
         }
         for target in targets.split_whitespace() {
+            if self.until.is_some_and(|until| until <= Instant::now()) {
+                self.count(&format!("fuzz {target} (no time left)"), false);
+                continue;
+            }
             let folder = self.made.folder.join("fuzz").join(target);
             let (corpus, temporary) = (folder.join("corpus"), folder.join("temporary"));
             for folder in [&corpus, &temporary] {
@@ -457,7 +494,7 @@ fn triple() -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::{process::Command, time::Instant};
 
     use super::{Errors, Run, Tally, run_lane};
 
@@ -466,7 +503,8 @@ mod tests {
         let says = |text: &str, name: &str| {
             let mut command = Command::new("echo");
             command.arg(text);
-            Run { name: name.into(), command, errors: Errors::Apart, is_check: false }
+            let name = name.into();
+            Run { name, command, errors: Errors::Apart, is_check: false, until: None }
         };
         let bad = "test b ... FAILED\ntest result: FAILED. 4 passed; 1 failed; 0 ignored";
         let runs = [says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
@@ -485,11 +523,22 @@ mod tests {
     fn a_check_without_tests_counts_as_one() {
         let run = |program: &str| {
             let command = Command::new(program);
-            let run = Run { name: "it".into(), command, errors: Errors::Along, is_check: true };
+            let name = "it".into();
+            let run = Run { name, command, errors: Errors::Along, is_check: true, until: None };
             run.watch(false).unwrap()
         };
         assert_eq!(run("true").tally, Tally { passed: 1, failed: 0 });
         let bad = run("false");
         assert_eq!((bad.tally, bad.failed), (Tally { passed: 0, failed: 1 }, vec!["it".into()]));
+    }
+
+    #[test]
+    fn what_has_no_time_left_fails() {
+        let (name, command) = ("it".to_owned(), Command::new("true"));
+        let until = Some(Instant::now());
+        let run = Run { name, command, errors: Errors::Apart, is_check: false, until };
+        let outcome = run.watch(false).unwrap();
+        assert_eq!((outcome.good, outcome.failed), (false, vec!["it (no time left)".to_owned()]));
+        assert_eq!(outcome.tally, Tally { passed: 0, failed: 1 });
     }
 }

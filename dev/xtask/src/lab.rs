@@ -12,11 +12,19 @@
 use std::{
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use anyhow::Result;
 
 use crate::built;
+
+/// The variable with the seconds after which a guest is ended.
+pub(crate) const LIMIT: &str = "LAB_TIMEOUT";
+
+/// The longest that a list may take. Emulation is several times slower than the machine, and the
+/// machine may be busy: on an idle one no list takes a third of it.
+pub(crate) const LONGEST: Duration = Duration::from_secs(1800);
 
 /// A test program: its package and its name.
 type Program = (&'static str, &'static str);
@@ -172,8 +180,7 @@ fn build(root: &Path, programs: &[Program], cargo: impl Fn() -> Command) -> Resu
 /// The command that runs all `programs` of a list, one after another.
 fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     let mut command = Command::new(root.join("dev/lab/run"));
-    // Emulation is several times slower than the machine, and the machine may be busy.
-    command.env("LAB_TIMEOUT", "3600").arg(list.kernel);
+    command.env(LIMIT, LONGEST.as_secs().to_string()).arg(list.kernel);
     command.env("LAB_MEMORY_MB", list.memory_mb);
     if list.systemd {
         command.env("LAB_INIT", "systemd").env("LAB_UDEV", "1");

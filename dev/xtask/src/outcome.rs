@@ -1,8 +1,11 @@
 //! The output of a test runner: result lines added up, the words of failed tests, and times.
 
 use std::{
-    io::{self, BufRead, BufReader},
+    fs,
+    io::{self, BufRead, BufReader, PipeReader},
     process::Command,
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -34,6 +37,22 @@ pub(crate) struct Outcome {
     pub(crate) tests: Vec<(String, Duration)>,
 }
 
+impl Outcome {
+    /// The failure of what had no time to begin.
+    pub(crate) fn not_begun(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            good: false,
+            took: Duration::ZERO,
+            tally: Tally { passed: 0, failed: 1 },
+            failed: vec![format!("{name} (no time left)")],
+            said: Vec::new(),
+            ran: Vec::new(),
+            tests: Vec::new(),
+        }
+    }
+}
+
 /// The standard error of a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Errors {
@@ -43,11 +62,14 @@ pub(crate) enum Errors {
     Along,
 }
 
-/// Runs such a command, shows each line, and adds them up.
+/// Runs such a command, shows each line, and adds them up. The programs that it runs are killed, one
+/// at a time, when no line has come for `silence`: a test that hangs fails with its name, and those
+/// after it run.
 pub(crate) fn watch(
     name: &str,
     mut command: Command,
     errors: Errors,
+    silence: Duration,
     mut show: impl FnMut(&str),
 ) -> Result<Outcome> {
     show(&format!("== {name}"));
@@ -64,8 +86,19 @@ pub(crate) fn watch(
     drop(command);
     let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
     let mut ran = Ran::default();
-    for line in BufReader::new(output).split(b'\n') {
-        let line = String::from_utf8_lossy(&line?).into_owned();
+    let lines = lines(output);
+    loop {
+        let line = match lines.recv_timeout(silence) {
+            Ok(line) => line?,
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                let line = format!("no line for {} s: killing its program", silence.as_secs());
+                show(&line);
+                said.lines.push(format!("{name}: {line}"));
+                kill_children(child.id());
+                continue;
+            }
+        };
         show(&line);
         let one = result_line(&line);
         tally.passed += one.passed;
@@ -82,6 +115,33 @@ pub(crate) fn watch(
     }
     let took = started.elapsed();
     Ok(Outcome { name: name.to_owned(), good, took, tally, failed, said: said.lines, ran, tests })
+}
+
+/// The lines of `output`, as they come. Bytes that are no UTF-8 are replaced.
+fn lines(output: PipeReader) -> Receiver<io::Result<String>> {
+    let (sender, receiver) = mpsc::sync_channel(64);
+    thread::spawn(move || {
+        for line in BufReader::new(output).split(b'\n') {
+            let line = line.map(|line| String::from_utf8_lossy(&line).into_owned());
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    receiver
+}
+
+/// Kills what the process `parent` waits for: of cargo, the test program that it runs.
+fn kill_children(parent: u32) {
+    let threads = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten().flatten();
+    for thread in threads {
+        let children = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
+        for child in children.split_whitespace().filter_map(|number| number.parse().ok()) {
+            // SAFETY: takes numbers, and touches no memory. Their parent has not waited for them,
+            // or it would not hang, so the numbers are still theirs.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+        }
+    }
 }
 
 /// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
@@ -165,9 +225,9 @@ impl Said {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::{process::Command, time::Duration};
 
-    use super::{Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line};
+    use super::{Errors, Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line, watch};
 
     #[test]
     fn the_output_of_a_failed_test_is_kept_to_its_bound() {
@@ -181,6 +241,16 @@ mod tests {
         assert_eq!(said.lines[..2], ["---- a stdout ----", "why"]);
         assert_eq!(said.lines[2].len(), SAID_CHARACTERS);
         assert_eq!(said.lines[3..], ["more"; 7]);
+    }
+
+    #[test]
+    fn a_silent_program_is_killed_and_its_parent_goes_on() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "sleep 1000; echo 'test result: ok. 1 passed; 0 failed'"]);
+        let silence = Duration::from_millis(200);
+        let outcome = watch("it", command, Errors::Apart, silence, |_| ()).unwrap();
+        assert_eq!(outcome.tally, Tally { passed: 1, failed: 0 });
+        assert!(outcome.said[0].starts_with("it: no line for 0 s"), "{:?}", outcome.said);
     }
 
     #[test]
