@@ -67,6 +67,8 @@ fn two_images_fetch_what_they_share_once() {
     assert_same(&trees[0], &places[0]);
     let before = fetched(&burgeon);
     assert!(before >= FILES * FILE_LEN as u64, "{before}");
+    // Readers do not wait until what they read is kept.
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= FILES * FILE_LEN as u64));
     let second = burgeon.mount("two", &places[1], &none);
     assert_same(&trees[1], &places[1]);
     let more = fetched(&burgeon) - before;

@@ -65,8 +65,9 @@ fn comes_back(set: &Set, after: &str) {
         }
     });
     assert!(back, "still EIO after {after}: {:#}", set.burgeon.status());
-    let status = set.burgeon.status();
-    assert_eq!(status["mounts"][0]["state"], "serving", "after {after}: {status:#}");
+    // The server answers before the supervisor has heard that it serves.
+    let serves = wait_until(PATIENCE, || set.burgeon.status()["mounts"][0]["state"] == "serving");
+    assert!(serves, "after {after}: {:#}", set.burgeon.status());
 }
 
 fn kill_server(burgeon: &Burgeon) {
