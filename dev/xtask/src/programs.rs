@@ -58,7 +58,7 @@ pub(crate) const QUICK: [&str; 51] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 79] = [
+const OTHERS: [&str; 80] = [
     "accelerated",
     "archives",
     "attributes",
@@ -121,6 +121,7 @@ const OTHERS: [&str; 79] = [
     "rings",
     "roles",
     "run",
+    "runtimes",
     "snapshotter",
     "ssh_codes",
     "store",
