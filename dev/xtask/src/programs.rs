@@ -58,7 +58,7 @@ pub(crate) const QUICK: [&str; 51] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 80] = [
+const OTHERS: [&str; 81] = [
     "accelerated",
     "archives",
     "attributes",
@@ -96,6 +96,7 @@ const OTHERS: [&str; 80] = [
     "kill_apart",
     "kill_calls",
     "kill_held",
+    "kubernetes",
     "layouts",
     "let_go",
     "lifecycle",
