@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// Duration of each fuzz target in a bounded run, in seconds, unless asked otherwise.
-const FUZZ_SECONDS: u32 = 20;
+const FUZZ_SECONDS: u32 = 12;
 
 /// Time for everything, in minutes, unless asked otherwise.
 const MINUTES: u64 = 70;
