@@ -1,30 +1,13 @@
-use std::{fmt, sync::Arc};
+//! Chunks that are kept from eviction while somebody needs them.
 
-use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use std::sync::Arc;
+
+use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    ChunkKey,
-    cache::{Shared, lock},
+    ChunkKey, Hold,
+    shared::{Shared, lock},
 };
-
-/// Keeps chunks from eviction until it is dropped.
-#[must_use = "the chunks are held as long as this lives"]
-pub struct Hold {
-    _release: Box<dyn Send + Sync>,
-}
-
-impl Hold {
-    /// A hold that ends when `release` is dropped.
-    pub fn new(release: impl Send + Sync + 'static) -> Self {
-        Self { _release: Box::new(release) }
-    }
-}
-
-impl fmt::Debug for Hold {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Hold")
-    }
-}
 
 /// Most that all holds keep, of a cache with this limit.
 pub(crate) fn most(limit: u64) -> u64 {
@@ -79,12 +62,4 @@ pub(crate) fn take(shared: &Arc<Shared>, keys: &[ChunkKey]) -> Result<Hold> {
         return Err(Error::new(ErrorKind::NoSpace, what));
     }
     Ok(Hold::new(release))
-}
-
-impl Shared {
-    /// Bytes that the chunk with `key` takes on the disk.
-    fn len_of(&self, key: &ChunkKey) -> u64 {
-        let chunk = self.index.find(key, &self.slots).and_then(|slot| self.slots.chunk(slot));
-        chunk.map_or(0, |chunk| u64::from(chunk.about.blocks()) * BLOCK_SIZE)
-    }
 }

@@ -17,6 +17,7 @@
 //! - A failing file system costs no reader more than a miss.
 
 mod admin;
+mod admission;
 mod arena;
 mod cache;
 pub mod checkpoint;
@@ -34,6 +35,7 @@ mod report;
 mod reuse;
 mod scrub;
 mod settings;
+mod shared;
 mod slots;
 mod store;
 mod sync;
@@ -41,9 +43,8 @@ pub mod testing;
 mod upkeep;
 
 pub use cache::Cache;
-pub use hold::Hold;
 pub use key::{ChunkKey, Domain, Kind};
 pub use report::Report;
 pub use reuse::HitPermille;
 pub use settings::{Amount, Settings};
-pub use store::{CHUNK_LEN_MAX, CacheState, ChunkStore, Here, Place, Why};
+pub use store::{CHUNK_LEN_MAX, CacheState, ChunkStore, Here, Hold, Place, Why};

@@ -7,13 +7,12 @@ use burgeon_block::{BLOCK_SIZE, Result};
 use crate::{
     Why,
     arena::{self, ARENAS_MAX, Arena},
-    cache::{Shared, lock},
     checkpoint::{self, Step},
     disk::{Access, DiskFile},
     journal::{self, Event, RECORD, Record},
-    persist::{UNFINISHED, checkpoint_name, journal_name, number_of, remove_older},
-    slots::{About, Chunk, Location},
-    upkeep::Upkeep,
+    persist::{Persist, UNFINISHED, checkpoint_name, journal_name, number_of, remove_older},
+    shared::{Shared, lock},
+    slots::{ARENA_BLOCKS_MAX, About, Chunk, Location, SLOTS_MAX},
 };
 
 /// Journals that are read at a start before a checkpoint replaces them.
@@ -24,81 +23,83 @@ const PART: usize = 1 << 20;
 /// Index and length in blocks of the arena with each number.
 type Known = HashMap<u32, (u32, u32)>;
 
-impl Upkeep {
-    /// Loads what is in the folder, which this server has just taken. Files that cannot be read
-    /// are as if they were not there.
-    pub(crate) fn load(&mut self, shared: &Shared) -> Result<()> {
-        let names = shared.disk.list()?;
-        let known = open_arenas(shared, &names)?;
-        let newest = names.iter().filter_map(|name| number_of(name, "checkpoint-")).max();
-        let mut highest = 0;
-        if let Some(number) = newest {
-            let mut known = Lookup { known: &known, last: None };
-            read_checkpoint(shared, number, &mut |records: &[Record]| {
-                let mut admin = lock(&shared.admin);
-                for record in records {
-                    highest = highest.max(record.arena);
-                    if let Some(chunk) = known.chunk(record) {
-                        admin.insert(&chunk, Why::Read, &shared.slots, &shared.index);
-                    }
-                }
-            });
-        }
+/// Loads what is in the folder, which this server has just taken, and adds to `gaps` the arenas that
+/// take more space than their chunks, each with the bytes. Files that cannot be read are as if they
+/// were not there.
+pub(crate) fn run(
+    shared: &Shared,
+    persist: &mut Persist,
+    gaps: &mut Vec<(u32, u64)>,
+) -> Result<()> {
+    let names = shared.disk.list()?;
+    let known = open_arenas(shared, &names)?;
+    let newest = names.iter().filter_map(|name| number_of(name, "checkpoint-")).max();
+    let mut highest = 0;
+    if let Some(number) = newest {
         let mut known = Lookup { known: &known, last: None };
-        let mut apply = |record: Record| {
-            highest = highest.max(record.arena);
-            apply(shared, &mut known, record);
-        };
-        let journals = names.iter().filter_map(|name| number_of(name, "journal-"));
-        let mut journals: Vec<u64> =
-            journals.filter(|number| *number >= newest.unwrap_or(0)).collect();
-        journals.sort_unstable();
-        let mut len = 0;
-        for number in &journals {
-            len += read_journal(shared, *number, &mut apply);
-        }
-        let next = shared.next_arena.load(Relaxed).max(u64::from(highest) + 1);
-        shared.next_arena.store(next, Relaxed);
-        self.count(shared);
-
-        let number = journals.last().copied().or(newest).unwrap_or(0);
-        self.persist.number = self.persist.number.max(number);
-        let is_long = len > lock(&shared.settings).journal_len;
-        self.persist.wants_checkpoint = is_long || journals.len() > JOURNALS;
-        // A file that stays is tried again by the next server; loading twice would be worse.
-        let stays = |error| tracing::warn!(%error, "an old file of the cache stays");
-        for name in names.iter().filter(|name| *name == UNFINISHED || name.starts_with("spare-")) {
-            shared.disk.remove(name).unwrap_or_else(stays);
-        }
-        remove_older(shared, newest.unwrap_or(0)).unwrap_or_else(stays);
-        Ok(())
-    }
-
-    /// Counts the chunks' space in each arena, and what the arena takes beyond it.
-    fn count(&mut self, shared: &Shared) {
-        let mut admin = lock(&shared.admin);
-        // What replays freed may be in use again: the gaps are what counts.
-        admin.freed.clear();
-        admin.records.clear();
-        let mut used = 0;
-        for slot in 0..admin.slots_end {
-            let Some(chunk) = shared.slots.chunk(slot) else { continue };
-            let bytes = u64::from(chunk.about.blocks()) * BLOCK_SIZE;
-            if let Some(arena) = shared.arenas.get(chunk.location.arena) {
-                arena.live.fetch_add(bytes, Relaxed);
+        read_checkpoint(shared, number, &mut |records: &[Record]| {
+            let mut admin = lock(&shared.admin);
+            for record in records {
+                highest = highest.max(record.arena);
+                if let Some(chunk) = known.chunk(record) {
+                    admin.insert(&chunk, Why::Read, &shared.slots, &shared.index);
+                }
             }
-            used += bytes;
-        }
-        for (index, arena) in shared.arenas.iter() {
-            let taken = arena.file.sizes().map_or(0, |(_, taken)| taken);
-            let leaked = taken.saturating_sub(arena.live.load(Relaxed));
-            if leaked > 0 {
-                self.gaps.push((index, leaked));
-                used += leaked;
-            }
-        }
-        admin.used += used;
+        });
     }
+    let mut known = Lookup { known: &known, last: None };
+    let mut apply = |record: Record| {
+        highest = highest.max(record.arena);
+        apply(shared, &mut known, record);
+    };
+    let journals = names.iter().filter_map(|name| number_of(name, "journal-"));
+    let mut journals: Vec<u64> = journals.filter(|number| *number >= newest.unwrap_or(0)).collect();
+    journals.sort_unstable();
+    let mut len = 0;
+    for number in &journals {
+        len += read_journal(shared, *number, &mut apply);
+    }
+    let next = shared.next_arena.load(Relaxed).max(u64::from(highest) + 1);
+    shared.next_arena.store(next, Relaxed);
+    count(shared, gaps);
+
+    let number = journals.last().copied().or(newest).unwrap_or(0);
+    persist.number = persist.number.max(number);
+    let is_long = len > lock(&shared.settings).journal_len;
+    persist.wants_checkpoint = is_long || journals.len() > JOURNALS;
+    // A file that stays is tried again by the next server; loading twice would be worse.
+    let stays = |error| tracing::warn!(%error, "an old file of the cache stays");
+    for name in names.iter().filter(|name| *name == UNFINISHED || name.starts_with("spare-")) {
+        shared.disk.remove(name).unwrap_or_else(stays);
+    }
+    remove_older(shared, newest.unwrap_or(0)).unwrap_or_else(stays);
+    Ok(())
+}
+
+/// Counts the chunks' space in each arena, and what the arena takes beyond it.
+fn count(shared: &Shared, gaps: &mut Vec<(u32, u64)>) {
+    let mut admin = lock(&shared.admin);
+    // What replays freed may be in use again: the gaps are what counts.
+    admin.freed.clear();
+    admin.records.clear();
+    let mut used = 0;
+    for slot in 0..admin.slots_end {
+        let Some(chunk) = shared.slots.chunk(slot) else { continue };
+        let bytes = u64::from(chunk.about.blocks()) * BLOCK_SIZE;
+        if let Some(arena) = shared.arenas.get(chunk.location.arena) {
+            arena.live.fetch_add(bytes, Relaxed);
+        }
+        used += bytes;
+    }
+    for (index, arena) in shared.arenas.iter() {
+        let taken = arena.file.sizes().map_or(0, |(_, taken)| taken);
+        let leaked = taken.saturating_sub(arena.live.load(Relaxed));
+        if leaked > 0 {
+            gaps.push((index, leaked));
+            used += leaked;
+        }
+    }
+    admin.used += used;
 }
 
 fn open_arenas(shared: &Shared, names: &[String]) -> Result<Known> {
@@ -124,7 +125,7 @@ fn open_arenas(shared: &Shared, names: &[String]) -> Result<Known> {
             }
         };
         let Ok((len, _)) = file.sizes() else { continue };
-        let len = len.min(u64::from(crate::slots::ARENA_BLOCKS_MAX) * BLOCK_SIZE);
+        let len = len.min(u64::from(ARENA_BLOCKS_MAX) * BLOCK_SIZE);
         if let Some(index) = shared.arenas.push(Arena::new(file, id, len)) {
             known.insert(id, (index, len.div_ceil(BLOCK_SIZE) as u32));
         }
@@ -202,7 +203,7 @@ fn read_checkpoint(shared: &Shared, number: u64, each: &mut impl FnMut(&[Record]
     let Some(mut reader) = reader else { return };
     let mut is_whole = false;
     // A length alone claims nothing: the file may be one hole.
-    let entries = (len.min(taken) / checkpoint::ENTRY as u64).min(crate::slots::SLOTS_MAX.into());
+    let entries = (len.min(taken) / checkpoint::ENTRY as u64).min(SLOTS_MAX.into());
     shared.index.reserve(entries as usize);
     let mut group = Vec::with_capacity(checkpoint::GROUP);
     read_parts(&*file, header.len() as u64, len, |part| {

@@ -10,10 +10,10 @@ use std::time::Instant;
 use burgeon_block::Result;
 
 use crate::{
-    cache::{Shared, lock},
     checkpoint,
     disk::{Access, DiskFile},
     journal::{self, Event, RECORD, Record},
+    shared::{Shared, lock},
     slots::ARENA_BLOCKS_MAX,
 };
 

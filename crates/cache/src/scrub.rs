@@ -6,7 +6,7 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Pages};
 
 use crate::{
-    cache::{Shared, lock},
+    shared::{Shared, lock},
     slots::About,
 };
 

@@ -1,10 +1,10 @@
 //! The seam between volumes and the cache.
 
-use std::{num::NonZeroU64, os::fd::BorrowedFd};
+use std::{fmt, num::NonZeroU64, os::fd::BorrowedFd};
 
 use burgeon_block::{FileRange, Result};
 
-use crate::{ChunkKey, Hold};
+use crate::ChunkKey;
 
 /// Longest chunk, in bytes.
 pub const CHUNK_LEN_MAX: u32 = 4 << 20;
@@ -64,6 +64,25 @@ pub enum Here {
     Local(FileRange),
     /// The place is stale, or its file cannot be read.
     Gone,
+}
+
+/// Keeps chunks from eviction until it is dropped.
+#[must_use = "the chunks are held as long as this lives"]
+pub struct Hold {
+    _release: Box<dyn Send + Sync>,
+}
+
+impl Hold {
+    /// A hold that ends when `release` is dropped.
+    pub fn new(release: impl Send + Sync + 'static) -> Self {
+        Self { _release: Box::new(release) }
+    }
+}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hold")
+    }
 }
 
 /// A store of verified chunks that forgets what it likes.

@@ -7,17 +7,18 @@
 //! It holds its own lock across I/O. Readers and admissions never wait for that lock; they wake
 //! this thread, and do without.
 
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Mutex, atomic::Ordering::Relaxed};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, ErrorKind, Pages, Result};
 
 use crate::{
     admin::Freed,
-    arena::{ARENAS_MAX, Arena, spare},
-    cache::{Shared, lock},
+    arena::{self, ARENAS_MAX, Arena, spare},
+    hold,
     journal::Event,
+    load,
     persist::Persist,
-    settings::Bounds,
+    shared::{Shared, lock},
     slots::Chunk,
 };
 
@@ -30,27 +31,27 @@ const BATCHES: usize = 64;
 
 #[derive(Default)]
 pub(crate) struct Upkeep {
-    pub(crate) persist: Persist,
+    persist: Persist,
     /// Arenas that may hold bytes of no chunk, each with their number.
-    pub(crate) gaps: Vec<(u32, u64)>,
+    gaps: Vec<(u32, u64)>,
     retired: u64,
 }
 
-impl Shared {
-    /// One round, which frees at least `extra` bytes, as far as they are here.
-    pub(crate) fn upkeep(&self, extra: u64) {
-        let mut upkeep = lock(&self.upkeep);
-        if let Err(error) = upkeep.round(self, extra) {
-            self.failed(&error);
-        }
+/// The thread: a round at each tick and whenever somebody asks, until [`Shared::stop`].
+pub(crate) fn run(upkeep: &Mutex<Upkeep>, shared: &Shared) {
+    while shared.wait_for_work() {
+        round(upkeep, shared, 0);
     }
+    round(upkeep, shared, 0);
+    // What is not recorded is fetched again by the next server.
+    lock(upkeep).flush(shared, true);
+}
 
-    pub(crate) fn bounds_now(&self) -> Result<Bounds> {
-        let (used, finished) = {
-            let admin = lock(&self.admin);
-            (admin.used, admin.finished)
-        };
-        Ok(self.bounds(self.disk.space()?, used, finished))
+/// One round, which frees at least `extra` bytes, as far as they are here.
+pub(crate) fn round(upkeep: &Mutex<Upkeep>, shared: &Shared, extra: u64) {
+    let mut upkeep = lock(upkeep);
+    if let Err(error) = upkeep.round(shared, extra) {
+        shared.failed(&error);
     }
 }
 
@@ -71,7 +72,7 @@ impl Upkeep {
             if !is_open || !shared.disk.take()? {
                 return Ok(());
             }
-            self.load(shared)?;
+            load::run(shared, &mut self.persist, &mut self.gaps)?;
             shared.gate.written();
             shared.is_taken.store(true, Relaxed);
         }
@@ -140,7 +141,7 @@ impl Upkeep {
     /// Takes chunks of at least `bytes` from the index, unless only held ones are left.
     fn evict(&mut self, shared: &Shared, bytes: u64, limit: u64) -> u64 {
         let mut evicted = 0;
-        let held_max = crate::hold::most(limit);
+        let held_max = hold::most(limit);
         {
             let mut admin = lock(&shared.admin);
             shared.look_at_hits(&mut admin, limit);
@@ -317,7 +318,7 @@ impl Upkeep {
                 *gap != index
             });
             arena.file.clear()?;
-            shared.disk.rename(&crate::arena::name(id), &spare(index))?;
+            shared.disk.rename(&arena::name(id), &spare(index))?;
             self.retired += 1;
             arena.retired.store(self.retired, Relaxed);
         }

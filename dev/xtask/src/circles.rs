@@ -4,15 +4,13 @@
 //!   src/**.rs ─► tokens ─► mod x;            files of the crate; those of tests are left out
 //!                      ├─► use a::{b, c};    names, and the paths they stand for
 //!                      └─► crate::a::b       ┐ resolved through re-exports to the file that
-//!                                            ┘ defines the item ──► edges ─► circles ─► EXCEPTIONS
+//!                                            ┘ defines the item ──► edges ─► circles
 //! ```
 //!
 //! A module may use its descendants and its ancestors: these edges do not count. A path in a string
 //! (`serde`'s `with`) and a re-export by `*` are not followed.
 //!
-//! Invariants: a circle is a fault unless [`EXCEPTIONS`] has all of its files
-//! (`a_circle_is_found_and_a_chain_is_not`); a file in [`EXCEPTIONS`] that is in no circle is a
-//! fault, so the list can only shrink (`an_exception_that_is_no_circle_is_a_fault`).
+//! Invariant: a circle is a fault, without exception (`a_circle_is_found_and_a_chain_is_not`).
 
 mod source;
 
@@ -27,27 +25,6 @@ use anyhow::Result;
 use self::source::{Import, Source};
 use crate::files::files;
 
-/// Circles that are still there: the folder of a crate, and the files below its `src`.
-const EXCEPTIONS: &[(&str, &[&str])] = &[(
-    "crates/cache",
-    &[
-        "admin.rs",
-        "cache.rs",
-        "checkpoint.rs",
-        "gate.rs",
-        "hold.rs",
-        "index.rs",
-        "journal.rs",
-        "memory_fifo.rs",
-        "persist.rs",
-        "policy/mod.rs",
-        "scrub.rs",
-        "slots.rs",
-        "store.rs",
-        "upkeep.rs",
-    ],
-)];
-
 /// The module that a file holds, by its path in the crate; empty for the root.
 type Module = Vec<String>;
 
@@ -60,7 +37,7 @@ type Circle = BTreeMap<String, BTreeSet<String>>;
 /// Most re-exports that a path leads through.
 const REEXPORTS_MAX: usize = 16;
 
-/// The circles of all crates that are no exceptions, and the exceptions that are no circles.
+/// The circles of all crates.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut crates: BTreeMap<String, Files> = BTreeMap::new();
     for path in files(root)? {
@@ -72,33 +49,10 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let text = fs::read_to_string(&path)?;
         crates.entry(folder.to_owned()).or_default().insert(file.to_owned(), text);
     }
-    Ok(faults(&crates, EXCEPTIONS))
-}
-
-/// The faults of `crates`, which are named by their folders.
-fn faults(crates: &BTreeMap<String, Files>, exceptions: &[(&str, &[&str])]) -> Vec<String> {
-    let mut faults = Vec::new();
-    let mut excused: BTreeSet<(&str, String)> = BTreeSet::new();
-    for (folder, files) in crates {
-        for circle in circles(files) {
-            let is_excused = |(of, known): &&(&str, &[&str])| {
-                of == folder && circle.keys().all(|file| known.contains(&&**file))
-            };
-            match exceptions.iter().find(is_excused) {
-                Some((of, _)) => excused.extend(circle.into_keys().map(|file| (*of, file))),
-                None => faults.push(complaint(folder, &circle)),
-            }
-        }
-    }
-    let listed = exceptions.iter().flat_map(|(of, files)| files.iter().map(move |it| (*of, *it)));
-    let outdated = listed.filter(|(of, file)| !excused.contains(&(*of, (*file).to_owned())));
-    faults.extend(outdated.map(|(of, file)| {
-        format!(
-            "{of}/src/{file} is in no circle of its exception: take it from EXCEPTIONS of \
-             dev/xtask/src/circles.rs"
-        )
-    }));
-    faults
+    let complaints = crates.iter().flat_map(|(folder, files)| {
+        circles(files).into_iter().map(move |circle| complaint(folder, &circle))
+    });
+    Ok(complaints.collect())
 }
 
 fn complaint(folder: &str, circle: &Circle) -> String {
@@ -269,9 +223,7 @@ fn reached<'m>(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
-    use super::{Files, circles, faults};
+    use super::{Files, circles};
 
     fn tree(files: &[(&str, &str)]) -> Files {
         files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
@@ -332,20 +284,5 @@ mod tests {
         files[2].1 = "use super::c::i;";
         files[3].1 = "mod d; fn i() { super::g() }";
         assert_eq!(found(&files), ["a/b.rs a/c/mod.rs"]);
-    }
-
-    #[test]
-    fn an_exception_that_is_no_circle_is_a_fault() {
-        let circle = ("c.rs", "use crate::a::A;");
-        let crates = |last| BTreeMap::from([("x".to_owned(), tree(&[ROOT, A, B, last]))]);
-        let all: &[(&str, &[&str])] = &[("x", &["a.rs", "b.rs", "c.rs"])];
-        assert_eq!(faults(&crates(circle), all), [""; 0]);
-        assert_eq!(faults(&crates(circle), &[]).len(), 1);
-        let fewer: &[(&str, &[&str])] = &[("x", &["a.rs", "b.rs"])];
-        assert_eq!(faults(&crates(circle), fewer).len(), 3);
-        assert_eq!(faults(&crates(LAST), all).len(), 3);
-        let more: &[(&str, &[&str])] = &[("x", &["a.rs", "b.rs", "c.rs", "d.rs"])];
-        let named = faults(&crates(circle), more);
-        assert!(named.len() == 1 && named[0].starts_with("x/src/d.rs"), "{named:?}");
     }
 }

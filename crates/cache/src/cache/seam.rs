@@ -10,10 +10,13 @@ use std::{os::fd::BorrowedFd, sync::atomic::Ordering::Relaxed};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, FileRange, Result};
 
-use super::{Cache, Shared, lock};
+use super::Cache;
 use crate::{
-    CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Here, Hold, Place, Why, arena::Arena, hold,
+    CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Here, Hold, Place, Why,
+    arena::Arena,
+    hold,
     memory_fifo::MemoryFifo,
+    shared::{Shared, lock},
 };
 
 impl ChunkStore for Cache {
@@ -117,7 +120,7 @@ impl ChunkStore for Cache {
         };
         let free = above();
         if free < bytes {
-            shared.upkeep(bytes - free);
+            self.free(bytes - free);
         }
         above()
     }
@@ -135,7 +138,7 @@ impl ChunkStore for Cache {
     }
 
     fn sync(&self) -> Result<()> {
-        lock(&self.shared.upkeep).sync(&self.shared)
+        lock(&self.upkeep).sync(&self.shared)
     }
 }
 
