@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::builder::{self, OnProgress, Options, Report};
-use burgeon_source::{Directory, Partial, layer_object, registry::Digest, waiting, web};
+use burgeon_source::{Directory, Partial, layer_object, registry::OciDigest, waiting, web};
 use reqwest::{
     Response, StatusCode, Url,
     header::{ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED},
@@ -62,12 +62,12 @@ impl Archive {
     /// The image name for this version of the archive; `None` if the server gives no version.
     pub(crate) fn name(&self) -> Option<String> {
         let text = format!("{}\n{}\n{:?}", self.url, self.version.as_ref()?, self.len);
-        Some(format!("url:{}", Digest::of(text.as_bytes()).hex()))
+        Some(format!("url:{}", OciDigest::of(text.as_bytes()).hex()))
     }
 
     /// The image name for an archive without a version.
     pub(crate) fn unversioned_name(&self) -> String {
-        format!("url:{}", Digest::of(self.url.as_str().as_bytes()).hex())
+        format!("url:{}", OciDigest::of(self.url.as_str().as_bytes()).hex())
     }
 
     /// Builds the image `name` of the archive. With `own`, fetched bytes are kept there until the
@@ -99,7 +99,7 @@ impl Archive {
     /// unknown, or another process is fetching it.
     fn partial(&self, own: &Directory) -> Option<Partial> {
         let (name, len) = (self.name()?, self.len?);
-        let object = layer_object(&Digest::of(name.as_bytes()).bytes()).ok()?;
+        let object = layer_object(&OciDigest::of(name.as_bytes()).bytes()).ok()?;
         own.partial(&object, len.saturating_sub(1)).ok()?
     }
 

@@ -17,7 +17,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
     Access,
-    registry::{Checked, Digest, Registry, body_error},
+    registry::{Checked, OciDigest, Registry, body_error},
 };
 use bytes::Bytes;
 
@@ -41,9 +41,9 @@ pub(crate) enum Blobs {
 /// The OCI image that a name resolves to.
 pub(crate) struct Resolved {
     /// Digest of the image for this machine's platform.
-    pub(crate) digest: Digest,
+    pub(crate) digest: OciDigest,
     /// Digest of the index that named the image, if there was one.
-    pub(crate) index: Option<Digest>,
+    pub(crate) index: Option<OciDigest>,
     /// Length of the image's manifest, in bytes.
     pub(crate) len: u64,
     /// After [`Blobs::take_part`] only with the layers of that part.
@@ -72,7 +72,7 @@ impl Resolved {
 pub(crate) enum Target {
     Oci(Box<Resolved>),
     /// A Burgeon image.
-    Ours(Digest),
+    Ours(OciDigest),
 }
 
 impl Source {
@@ -175,7 +175,7 @@ impl Blobs {
     }
 
     /// Reads an index or manifest and checks its digest.
-    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, Digest)> {
+    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, OciDigest)> {
         match self {
             Self::Layout(layout) => layout.document(selector),
             Self::Registry(registry) => match selector {
@@ -187,12 +187,16 @@ impl Blobs {
     }
 
     /// Opens a blob; its bytes are not checked.
-    pub(crate) fn blob(&self, digest: &Digest) -> Result<Box<dyn Read + Send>> {
+    pub(crate) fn blob(&self, digest: &OciDigest) -> Result<Box<dyn Read + Send>> {
         self.blob_from(digest, 0)
     }
 
     /// Opens a blob at `offset`; its bytes are not checked.
-    pub(crate) fn blob_from(&self, digest: &Digest, offset: u64) -> Result<Box<dyn Read + Send>> {
+    pub(crate) fn blob_from(
+        &self,
+        digest: &OciDigest,
+        offset: u64,
+    ) -> Result<Box<dyn Read + Send>> {
         match self {
             Self::Layout(layout) => {
                 let mut blob = layout.blob(digest)?;
@@ -206,7 +210,7 @@ impl Blobs {
 
     /// The pages of the list of referrers of `image` of type `kind`; `None` without the referrers
     /// API.
-    pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
+    pub(crate) fn referrers(&self, image: &OciDigest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         match self {
             Self::Layout(_) => Ok(None),
             Self::Registry(registry) => registry.referrers(image, kind),
@@ -214,7 +218,7 @@ impl Blobs {
     }
 
     /// Reads and checks a whole blob of `len` bytes.
-    pub(crate) fn read(&self, digest: &Digest, len: u64) -> Result<Vec<u8>> {
+    pub(crate) fn read(&self, digest: &OciDigest, len: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let mut blob = Checked::new(self.blob(digest)?, digest.clone(), len);
         blob.read_to_end(&mut bytes)
@@ -224,7 +228,7 @@ impl Blobs {
 }
 
 /// The error for building a Burgeon image, which has no layers.
-pub(crate) fn not_built(digest: &Digest) -> Error {
+pub(crate) fn not_built(digest: &OciDigest) -> Error {
     let what = format!(
         "{digest} is a Burgeon image already: copy it to a registry with `skopeo copy`, then \
          `burgeon pull` or `burgeon mount` it from there"

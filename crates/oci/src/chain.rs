@@ -5,16 +5,16 @@
 //!   chain IDs    c1 = d1       c2 = sha256("c1 d2")    c3 = sha256("c2 d3")
 //! ```
 
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::OciDigest;
 
 /// The chain ID of the layers up to each one; `None` from the first layer without a diff ID on.
-pub(crate) fn chain_ids(diff_ids: &[Option<Digest>]) -> Vec<Option<Digest>> {
-    let mut below: Option<Digest> = None;
-    let chain = |(number, diff_id): (usize, &Option<Digest>)| {
+pub(crate) fn chain_ids(diff_ids: &[Option<OciDigest>]) -> Vec<Option<OciDigest>> {
+    let mut below: Option<OciDigest> = None;
+    let chain = |(number, diff_id): (usize, &Option<OciDigest>)| {
         let diff_id = diff_id.as_ref();
         below = match (number, &below) {
             (0, _) => diff_id.cloned(),
-            (_, Some(below)) => diff_id.map(|id| Digest::of(format!("{below} {id}").as_bytes())),
+            (_, Some(below)) => diff_id.map(|id| OciDigest::of(format!("{below} {id}").as_bytes())),
             (_, None) => None,
         };
         below.clone()
@@ -24,7 +24,7 @@ pub(crate) fn chain_ids(diff_ids: &[Option<Digest>]) -> Vec<Option<Digest>> {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_source::registry::Digest;
+    use burgeon_source::registry::OciDigest;
 
     use super::chain_ids;
 
@@ -32,9 +32,9 @@ mod tests {
     /// ChainID(L0|…|Ln) = Digest(ChainID(L0|…|Ln-1) + " " + DiffID(Ln)).
     #[test]
     fn a_chain_id_is_the_digest_of_the_chain_below_and_the_diff_id() {
-        let [a, b, c] = [b"a", b"b", b"c"].map(|layer| Digest::of(layer));
-        let two = Digest::of(format!("{a} {b}").as_bytes());
-        let three = Digest::of(format!("{two} {c}").as_bytes());
+        let [a, b, c] = [b"a", b"b", b"c"].map(|layer| OciDigest::of(layer));
+        let two = OciDigest::of(format!("{a} {b}").as_bytes());
+        let three = OciDigest::of(format!("{two} {c}").as_bytes());
         let ids = [Some(a.clone()), Some(b.clone()), Some(c.clone())];
         assert_eq!(chain_ids(&ids), [Some(a.clone()), Some(two), Some(three)]);
         // As `printf '%s %s' "$a" "$b" | sha256sum` prints it.

@@ -15,7 +15,7 @@ use std::fmt;
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
-use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
+use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, MANIFEST_TYPE, OciDigest};
 use oci_spec::image::{Arch, Descriptor, ImageIndex, ImageManifest, MediaType, Os};
 use serde::{
     Deserialize, Deserializer,
@@ -36,7 +36,7 @@ pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 /// Checked values of a descriptor.
 pub(crate) trait DescriptorExt {
     /// The digest, if it is one that blobs are checked by.
-    fn sha256(&self) -> Result<Digest>;
+    fn sha256(&self) -> Result<OciDigest>;
     /// The size, if it is within the limit for documents.
     fn document_size(&self) -> Result<u64>;
     /// The size, if it is at most `max`.
@@ -46,7 +46,7 @@ pub(crate) trait DescriptorExt {
 }
 
 impl DescriptorExt for Descriptor {
-    fn sha256(&self) -> Result<Digest> {
+    fn sha256(&self) -> Result<OciDigest> {
         parse_digest(self.digest().as_ref())
     }
 
@@ -94,7 +94,7 @@ pub(crate) struct Manifest {
 /// A layer of an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
-    pub(crate) digest: Digest,
+    pub(crate) digest: OciDigest,
     pub(crate) size: u64,
     pub(crate) compression: Compression,
     /// Its TOC.
@@ -107,12 +107,12 @@ pub(crate) enum TocPlace {
     /// eStargz: the footer of the layer gives its offset.
     Stargz {
         /// Digest of the TOC.
-        digest: Digest,
+        digest: OciDigest,
     },
     /// zstd:chunked.
     Chunked {
         /// Digest of the compressed TOC.
-        digest: Digest,
+        digest: OciDigest,
         /// Range of the compressed TOC in the layer.
         stored: ByteRange,
         /// Decompressed length in bytes.
@@ -257,14 +257,14 @@ pub(crate) fn index_artifact(bytes: &[u8]) -> Result<ImageManifest> {
 }
 
 /// The tag of the list of referrers, for registries without the referrers API.
-pub(crate) fn referrers_tag(image: &Digest) -> String {
+pub(crate) fn referrers_tag(image: &OciDigest) -> String {
     format!("sha256-{}", image.hex())
 }
 
 /// True if `tag` is that of a list of referrers.
 pub(crate) fn is_referrers_tag(tag: &str) -> bool {
     let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
-    digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
+    digest.is_some_and(|digest| digest.parse::<OciDigest>().is_ok())
 }
 
 /// The entries of a list of referrers, of any type.
@@ -279,7 +279,7 @@ pub(crate) fn referrer_entries(bytes: &[u8]) -> Result<Vec<Value>> {
 
 /// The digests of at most `max` referrers of type `kind` in a list. Entries are parsed one by one:
 /// a whole parsed list takes many times its length in memory.
-pub(crate) fn referrer_digests(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
+pub(crate) fn referrer_digests(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<OciDigest>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     json.deserialize_map(ListReader { kind, max }).map_err(|error| {
         let what = "the image's list of referrers is invalid";
@@ -294,7 +294,7 @@ struct ListReader<'a> {
 }
 
 impl<'de> Visitor<'de> for ListReader<'_> {
-    type Value = Vec<Digest>;
+    type Value = Vec<OciDigest>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a list of manifests")
@@ -323,7 +323,7 @@ impl<'de> Visitor<'de> for ListReader<'_> {
 }
 
 impl<'de> DeserializeSeed<'de> for ListReader<'_> {
-    type Value = Vec<Digest>;
+    type Value = Vec<OciDigest>;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
         from.deserialize_seq(self)
@@ -332,7 +332,7 @@ impl<'de> DeserializeSeed<'de> for ListReader<'_> {
 
 /// The diff ID (digest of the unpacked bytes) of each layer, if the configuration gives them. It
 /// need not be a whole configuration of the specification, whose other fields are of no use here.
-pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest>>> {
+pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<OciDigest>>> {
     #[derive(Deserialize)]
     struct Config {
         rootfs: Option<RootFs>,
@@ -393,7 +393,7 @@ fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Des
 }
 
 /// A digest that a document states.
-fn parse_digest(text: &str) -> Result<Digest> {
+fn parse_digest(text: &str) -> Result<OciDigest> {
     text.parse().map_err(|_| {
         let shown: String = text.chars().take(100).collect();
         match text.starts_with("sha512:") {
@@ -434,10 +434,10 @@ mod tests {
     use burgeon_block::ErrorKind;
     use serde_json::{Value, json};
 
-    use super::{Compression, Descriptor, Digest, Document, choose, diff_ids};
+    use super::{Compression, Descriptor, Document, OciDigest, choose, diff_ids};
 
     fn descriptor(kind: &str) -> Value {
-        json!({ "mediaType": kind, "digest": Digest::of(b"x").to_string(), "size": 1 })
+        json!({ "mediaType": kind, "digest": OciDigest::of(b"x").to_string(), "size": 1 })
     }
 
     fn manifest(config: &str, layers: Vec<Value>) -> Value {
@@ -535,9 +535,9 @@ mod tests {
 
     #[test]
     fn layers_and_configuration_agree() {
-        let id = Digest::of(b"y").to_string();
+        let id = OciDigest::of(b"y").to_string();
         let config = json!({ "rootfs": { "type": "layers", "diff_ids": [id] } }).to_string();
-        assert_eq!(diff_ids(config.as_bytes(), 1).unwrap(), [Some(Digest::of(b"y"))]);
+        assert_eq!(diff_ids(config.as_bytes(), 1).unwrap(), [Some(OciDigest::of(b"y"))]);
         assert!(diff_ids(config.as_bytes(), 2).is_err());
         assert_eq!(diff_ids(b"{}", 2).unwrap(), [None, None]);
     }

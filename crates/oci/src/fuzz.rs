@@ -2,7 +2,7 @@
 
 use burgeon_block::{ByteRange, Result};
 use burgeon_image::builder::Listed;
-use burgeon_source::registry::{Digest, Objects};
+use burgeon_source::registry::{Objects, OciDigest};
 
 use crate::{
     document::{
@@ -57,13 +57,13 @@ pub fn toc(kind: TocKind, stored: Vec<u8>, json: &[u8]) -> Result<Vec<Listed>> {
     let at = ByteRange::at(TOC_AT, stored.len() as u64)
         .ok_or_else(|| toc::unusable("it is too long"))?;
     let (place, compression) = match kind {
-        TocKind::Stargz => (TocPlace::Stargz { digest: Digest::of(json) }, Compression::Gzip),
+        TocKind::Stargz => (TocPlace::Stargz { digest: OciDigest::of(json) }, Compression::Gzip),
         TocKind::Chunked => {
-            let (digest, len) = (Digest::of(&stored), json.len() as u64);
+            let (digest, len) = (OciDigest::of(&stored), json.len() as u64);
             (TocPlace::Chunked { digest, stored: at, len }, Compression::Zstd)
         }
     };
-    let (digest, size) = (Digest::of(b"layer"), LAYER_LEN);
+    let (digest, size) = (OciDigest::of(b"layer"), LAYER_LEN);
     let layer = Layer { digest, size, compression, toc: None };
     toc::read(&layer, &place, &CompressedToc::new(stored, at)).map(|toc| toc.files)
 }

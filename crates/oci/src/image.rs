@@ -37,7 +37,7 @@ use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
     opening::{Manner, open_checked},
-    registry::{Checked, Digest, Digesting, body_error},
+    registry::{Checked, Digesting, OciDigest, body_error},
 };
 
 /// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
@@ -327,7 +327,7 @@ impl Tocs {
     }
 
     /// Records that the TOCs of the image `digest` describe no valid tree together.
-    pub(crate) fn unfit(&self, digest: &Digest, error: &Error) {
+    pub(crate) fn unfit(&self, digest: &OciDigest, error: &Error) {
         self.refused(digest, error);
         self.unfit.store(true, Relaxed);
     }
@@ -343,7 +343,7 @@ impl Tocs {
     }
 
     /// Records why the layer or image `digest` had to be read.
-    fn refused(&self, digest: &Digest, error: &Error) {
+    fn refused(&self, digest: &OciDigest, error: &Error) {
         let why = format!(
             "{digest} was read as a whole, because its table of contents cannot be used: {error}"
         );
@@ -362,14 +362,14 @@ pub(crate) struct Keep<'a> {
 struct Coming<'a> {
     number: u32,
     layer: &'a Layer,
-    diff_id: Option<&'a Digest>,
+    diff_id: Option<&'a OciDigest>,
     /// True if a lower layer of the image has the same digest.
     is_repeated: bool,
     /// Called with the number of bytes just fetched.
     count: &'a (dyn Fn(u64) + Sync),
     read: &'a ReadLayers,
     /// Digest of the unpacked layer.
-    unpacked: OnceLock<Digest>,
+    unpacked: OnceLock<OciDigest>,
 }
 
 impl Coming<'_> {
@@ -388,7 +388,7 @@ impl Coming<'_> {
     }
 
     /// Compares the digest of the unpacked layer with its diff ID.
-    fn check(&self, digest: Digest) -> Result<()> {
+    fn check(&self, digest: OciDigest) -> Result<()> {
         let digest = self.unpacked.get_or_init(|| digest);
         match self.diff_id {
             Some(diff_id) if diff_id != digest => {
@@ -425,7 +425,7 @@ mod tests {
     use std::{fs, fs::File, io, sync::OnceLock};
 
     use burgeon_block::ObjectStore;
-    use burgeon_source::{Directory, layer_object, registry::Digest};
+    use burgeon_source::{Directory, layer_object, registry::OciDigest};
 
     use super::{Coming, ReadLayers, Spool};
     use crate::{
@@ -442,7 +442,7 @@ mod tests {
         let blobs = Blobs::Layout(Layout::open(folder.path()).unwrap());
         let own = Directory::create(folder.path().join("store")).unwrap();
         let (good, bad) = (vec![1; 100_000], vec![2; 100_000]);
-        let digest = Digest::of(&good);
+        let digest = OciDigest::of(&good);
         let object = layer_object(&digest.bytes()).unwrap();
         let size = good.len() as u64;
         let layer = Layer { digest, size, compression: Compression::None, toc: None };

@@ -21,7 +21,7 @@ use burgeon_image::{
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
     Directory, LayersAt, derived_object, layer_object, origin_object,
-    registry::{Digest, EMPTY, EMPTY_TYPE, MANIFEST_TYPE},
+    registry::{EMPTY, EMPTY_TYPE, MANIFEST_TYPE, OciDigest},
     stored_layers_object,
 };
 use bytes::Bytes;
@@ -121,7 +121,7 @@ pub fn index(
         referrer_store.put(&blobs, &resolved.digest, &artifact)?;
     }
     Ok(Indexed {
-        digest: Digest::of(&document).to_string(),
+        digest: OciDigest::of(&document).to_string(),
         image: resolved.digest.to_string(),
         record: image,
         bytes: parts.iter().map(|part| part.len() as u64).sum(),
@@ -394,7 +394,7 @@ fn artifact(
     })?;
     let parts = [Bytes::from_static(EMPTY), manifest, store.get(&table, TABLE_MAX)?];
     let part = |kind: &str, bytes: &[u8]| {
-        let digest = Digest::of(bytes).to_string();
+        let digest = OciDigest::of(bytes).to_string();
         json!({ "mediaType": kind, "digest": digest, "size": bytes.len() })
     };
     let document = json!({
@@ -412,19 +412,19 @@ fn artifact(
 }
 
 /// The digests of the indexes among the referrers of `image`; empty if they cannot be listed.
-pub(crate) fn among_referrers(blobs: &Blobs, image: &Digest) -> Vec<String> {
-    referrers::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
+pub(crate) fn among_referrers(blobs: &Blobs, image: &OciDigest) -> Vec<String> {
+    referrers::find(blobs, image, ARTIFACT).iter().map(OciDigest::to_string).collect()
 }
 
 /// An index that the user trusts by its digest.
 pub(crate) struct Pinned {
-    digest: Digest,
+    digest: OciDigest,
     artifact: Result<ImageManifest>,
 }
 
 impl Pinned {
     /// Fetches the index `digest`.
-    pub(crate) fn fetch(blobs: &Blobs, digest: Digest) -> Self {
+    pub(crate) fn fetch(blobs: &Blobs, digest: OciDigest) -> Self {
         let document = blobs.document(&Selector::Digest(digest.clone()));
         let artifact = document.and_then(|(document, _)| index_artifact(&document));
         Self { digest, artifact }

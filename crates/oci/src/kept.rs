@@ -22,7 +22,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_image::open_own;
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::OciDigest;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -75,10 +75,10 @@ pub struct OciLayer {
 
 impl OciImage {
     /// The facts in a manifest with the digest `digest`, and in its configuration.
-    pub(crate) fn of(digest: &Digest, manifest: &Manifest, config: &[u8]) -> Result<Self> {
+    pub(crate) fn of(digest: &OciDigest, manifest: &Manifest, config: &[u8]) -> Result<Self> {
         let ids = diff_ids(config, manifest.layers.len())?;
         let chains = chain_ids(&ids);
-        let text = |id: Option<Digest>| id.map(|id| id.to_string());
+        let text = |id: Option<OciDigest>| id.map(|id| id.to_string());
         let layers = manifest.layers.iter().zip(ids.into_iter().zip(chains));
         let layers = layers.map(|(layer, (diff_id, chain_id))| OciLayer {
             digest: layer.digest.to_string(),
@@ -124,7 +124,7 @@ impl Documents {
             Error::io(format!("cannot keep a document in {}", self.folder.display()), error)
         };
         for document in documents {
-            let digest = Digest::of(document.as_bytes());
+            let digest = OciDigest::of(document.as_bytes());
             if self.read(&digest).is_some() {
                 continue;
             }
@@ -142,23 +142,23 @@ impl Documents {
         Ok(())
     }
 
-    fn read(&self, digest: &Digest) -> Option<Vec<u8>> {
+    fn read(&self, digest: &OciDigest) -> Option<Vec<u8>> {
         let mut options = fs::OpenOptions::new();
         let path = self.folder.join(digest.hex());
         let file = open_own(&path, options.read(true), OFlags::NONBLOCK).ok()?;
         let mut bytes = Vec::new();
         file.take(KEPT_MAX as u64 + 1).read_to_end(&mut bytes).ok()?;
-        (Digest::of(&bytes) == *digest).then_some(bytes)
+        (OciDigest::of(&bytes) == *digest).then_some(bytes)
     }
 
     /// The OCI image that the digest of an image or index means on this machine, if its documents
     /// are kept.
-    pub fn image(&self, digest: &Digest) -> Option<OciImage> {
+    pub fn image(&self, digest: &OciDigest) -> Option<OciImage> {
         self.chain(digest).1
     }
 
     /// The documents from `digest` to the configuration, as far as they are kept, and the image.
-    fn chain(&self, digest: &Digest) -> (Vec<Digest>, Option<OciImage>) {
+    fn chain(&self, digest: &OciDigest) -> (Vec<OciDigest>, Option<OciImage>) {
         let mut seen = vec![digest.clone()];
         let mut find = || {
             let mut digest = digest.clone();
@@ -212,7 +212,7 @@ impl Documents {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_source::registry::Digest;
+    use burgeon_source::registry::OciDigest;
     use serde_json::{Value, json};
 
     use super::{Documents, KEPT_MAX, to_keep};
@@ -220,14 +220,14 @@ mod tests {
 
     fn descriptor(kind: &str, of: &str) -> Value {
         let kind = format!("application/vnd.oci.image.{kind}");
-        json!({ "mediaType": kind, "digest": Digest::of(of.as_bytes()).to_string(), "size": of.len() })
+        json!({ "mediaType": kind, "digest": OciDigest::of(of.as_bytes()).to_string(), "size": of.len() })
     }
 
     #[test]
     fn an_image_is_found_from_its_index_and_ignored_if_any_document_is_damaged() {
         let temp = tempfile::tempdir().unwrap();
         let documents = Documents::new(temp.path().join("documents"));
-        let ids = [Digest::of(b"1"), Digest::of(b"2")].map(|id| id.to_string());
+        let ids = [OciDigest::of(b"1"), OciDigest::of(b"2")].map(|id| id.to_string());
         let config = json!({ "config": { "Cmd": ["sh"] }, "rootfs": { "diff_ids": ids } });
         let config = config.to_string();
         let layers = ["a", "b"].map(|layer| descriptor("layer.v1.tar", layer));
@@ -238,11 +238,11 @@ mod tests {
         let mut entry = descriptor("manifest.v1+json", &manifest);
         entry["platform"] = json!({ "os": "linux", "architecture": architecture() });
         let index = json!({ "schemaVersion": 2, "manifests": [entry] }).to_string();
-        let of_index = Digest::of(index.as_bytes());
+        let of_index = OciDigest::of(index.as_bytes());
         assert!(documents.image(&of_index).is_none(), "nothing is kept yet");
         documents.keep(&[index.clone(), manifest.clone(), config.clone()]).unwrap();
         let image = documents.image(&of_index).unwrap();
-        assert_eq!(image.digest, Digest::of(manifest.as_bytes()).to_string());
+        assert_eq!(image.digest, OciDigest::of(manifest.as_bytes()).to_string());
         assert_eq!(image.config["config"]["Cmd"][0], "sh");
         let of_layers: Vec<_> = image.layers.iter().map(|it| it.diff_id.clone().unwrap()).collect();
         assert_eq!(of_layers, ids);
@@ -255,7 +255,7 @@ mod tests {
         documents.prune([&*image.digest]).unwrap();
         assert!(documents.image(&of_index).is_none() && count() == 2);
         assert!(documents.image(&image.digest.parse().unwrap()).is_some());
-        let path = documents.folder.join(Digest::of(config.as_bytes()).hex());
+        let path = documents.folder.join(OciDigest::of(config.as_bytes()).hex());
         std::fs::write(&path, config.replace("sh", "rm")).unwrap();
         assert!(documents.image(&image.digest.parse().unwrap()).is_none(), "it was changed");
         // The next image with that configuration repairs it.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_source::registry::{DOCUMENT_MAX, Digest};
+use burgeon_source::registry::{DOCUMENT_MAX, OciDigest};
 use oci_spec::image::Descriptor;
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ impl Layout {
     }
 
     /// Reads an index or manifest and checks its digest.
-    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, Digest)> {
+    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, OciDigest)> {
         let digest = match selector {
             Selector::Digest(digest) => digest.clone(),
             Selector::Tag(tag) => self.tagged(Some(tag))?,
@@ -45,7 +45,7 @@ impl Layout {
         let file = self.open_file(&path)?;
         file.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
         check_len(&path, &bytes)?;
-        if Digest::of(&bytes) != digest {
+        if OciDigest::of(&bytes) != digest {
             let what =
                 format!("{} does not match its digest: tampered with, or damaged", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
@@ -54,7 +54,7 @@ impl Layout {
     }
 
     /// The digest of the entry `tag` in `index.json`, or of its only entry.
-    fn tagged(&self, tag: Option<&str>) -> Result<Digest> {
+    fn tagged(&self, tag: Option<&str>) -> Result<OciDigest> {
         let path = self.folder.join("index.json");
         let mut bytes = Vec::new();
         let file = self.open_file(&path)?;
@@ -96,13 +96,13 @@ impl Layout {
     }
 
     /// Opens a blob; its bytes are not checked.
-    pub(crate) fn blob(&self, digest: &Digest) -> Result<File> {
+    pub(crate) fn blob(&self, digest: &OciDigest) -> Result<File> {
         self.open_file(&self.path(digest))
     }
 
     /// Writes a blob atomically.
     pub(crate) fn put(&self, bytes: &[u8]) -> Result<()> {
-        let path = self.path(&Digest::of(bytes));
+        let path = self.path(&OciDigest::of(bytes));
         if path.is_file() {
             return Ok(());
         }
@@ -125,7 +125,7 @@ impl Layout {
         let all = index["manifests"].as_array_mut().ok_or_else(bad)?;
         all.retain(|one| one["annotations"][NAME] != tag);
         all.push(json!({
-            "mediaType": kind, "digest": Digest::of(bytes).to_string(), "size": bytes.len(),
+            "mediaType": kind, "digest": OciDigest::of(bytes).to_string(), "size": bytes.len(),
             "annotations": { NAME: tag },
         }));
         replace(&path, index.to_string().as_bytes())
@@ -170,7 +170,7 @@ impl Layout {
         links.last().map(Path::to_owned)
     }
 
-    fn path(&self, digest: &Digest) -> PathBuf {
+    fn path(&self, digest: &OciDigest) -> PathBuf {
         self.folder.join("blobs/sha256").join(digest.hex())
     }
 }

@@ -46,7 +46,7 @@ use burgeon_image::{
 };
 use burgeon_source::{
     Access, Directory, LayersAt,
-    registry::{Digest, Name},
+    registry::{Name, OciDigest},
 };
 use serde::{Deserialize, Serialize};
 
@@ -197,14 +197,14 @@ struct Here<'a, S> {
     want: Want<'a>,
     work: &'a Work<'a>,
     /// The digest of the required index.
-    index: Option<Digest>,
+    index: Option<OciDigest>,
     at: Option<LayersAt>,
 }
 
 impl<'a, S: ObjectStore> Here<'a, S> {
     fn new(store: &'a S, source: &'a Source, want: Want<'a>, work: &'a Work<'a>) -> Result<Self> {
         let index = match want {
-            Want::Index(digest) => Some(digest.parse::<Digest>()?),
+            Want::Index(digest) => Some(digest.parse::<OciDigest>()?),
             Want::Any | Want::Checked | Want::Whole => None,
         };
         let at = source.layers_at()?;
@@ -232,7 +232,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
     }
 
     /// The image with the digest `digest` of an image or index, or its wanted part.
-    fn of_digest(&self, digest: &Digest) -> Result<Option<ImageRecord>> {
+    fn of_digest(&self, digest: &OciDigest) -> Result<Option<ImageRecord>> {
         let part = &self.source.1;
         if *part == Part::All {
             let names = [digest.to_string(), alias(digest)];
@@ -256,7 +256,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         }
         let record = self.source.tagged().and_then(|name| self.work.tags.recall(name));
         let Some(record) = record else { return Ok(None) };
-        let Ok(digest) = record.digest().parse::<Digest>() else { return Ok(None) };
+        let Ok(digest) = record.digest().parse::<OciDigest>() else { return Ok(None) };
         let image = self.of_digest(&digest)?;
         Ok(image.map(|image| Recalled { record, image, digest: Some(digest) }))
     }
@@ -276,7 +276,7 @@ struct Recalled {
     record: TagRecord,
     image: ImageRecord,
     /// The digest of the OCI image or index.
-    digest: Option<Digest>,
+    digest: Option<OciDigest>,
 }
 
 impl Recalled {
@@ -307,7 +307,7 @@ pub fn find_or_build(
     let recalled = here.recalled()?;
     // The index is fetched by its own digest, so in parallel with resolving the image.
     let (target, pinned) = thread::scope(|scope| {
-        let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
+        let fetch = |digest: &OciDigest| index::Pinned::fetch(&blobs, digest.clone());
         let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
         let target = match work.tags.pull {
             Pull::Newer if recalled.is_some() => blobs.find_within(PATIENCE, &selector),
@@ -419,7 +419,7 @@ pub(crate) fn no_layers(source: &Source) -> Error {
 /// An image in the store.
 struct Made {
     image: ImageRecord,
-    oci_digest: Option<Digest>,
+    oci_digest: Option<OciDigest>,
     report: Option<Report>,
     how: How,
     unused: Vec<String>,
@@ -433,7 +433,7 @@ impl Made {
         Self { image, oci_digest, report, how, unused: Vec::new(), notes: Vec::new() }
     }
 
-    fn of_digest(self, digest: &Digest) -> Self {
+    fn of_digest(self, digest: &OciDigest) -> Self {
         Self { oci_digest: Some(digest.clone()), ..self }
     }
 
@@ -525,7 +525,7 @@ fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<F
 }
 
 /// The store's name for an image index; it includes the architecture of the chosen image.
-fn alias(index: &Digest) -> String {
+fn alias(index: &OciDigest) -> String {
     format!("{index}/{}", architecture())
 }
 

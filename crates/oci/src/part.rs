@@ -15,7 +15,7 @@
 use std::fmt;
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::OciDigest;
 
 use crate::kept::OciImage;
 
@@ -27,7 +27,7 @@ pub(crate) enum Part {
     /// The first ones, by number.
     Layers(usize),
     /// The first ones, by chain ID.
-    Chain(Digest),
+    Chain(OciDigest),
 }
 
 /// As in a reference: `#layers=3`, `#chain=sha256:…`, or nothing.
@@ -81,19 +81,19 @@ impl Part {
 }
 
 /// The store's name for the first `count` of the `all` layers of the image `digest`.
-pub(crate) fn name(digest: &Digest, count: usize, all: usize) -> String {
+pub(crate) fn name(digest: &OciDigest, count: usize, all: usize) -> String {
     if count == all { digest.to_string() } else { format!("{digest}/{count}") }
 }
 
 #[cfg(test)]
 mod tests {
-    use burgeon_source::registry::Digest;
+    use burgeon_source::registry::OciDigest;
 
     use super::{Part, name};
 
     #[test]
     fn a_part_is_split_from_a_reference() {
-        let chain = Digest::of(b"x");
+        let chain = OciDigest::of(b"x");
         let split = |text: &str| {
             let (name, part) = Part::split(text);
             (name.to_owned(), part.map_err(|error| error.to_string()))
@@ -113,8 +113,8 @@ mod tests {
     /// The store allows names of 80 bytes.
     #[test]
     fn the_name_of_each_part_of_each_form_fits() {
-        let longest = name(&Digest::of(b"x"), 512, 513);
+        let longest = name(&OciDigest::of(b"x"), 512, 513);
         assert!(crate::index::listed_name_of(&longest).len() <= 80);
-        assert_eq!(name(&Digest::of(b"x"), 3, 3), Digest::of(b"x").to_string());
+        assert_eq!(name(&OciDigest::of(b"x"), 3, 3), OciDigest::of(b"x").to_string());
     }
 }

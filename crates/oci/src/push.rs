@@ -12,7 +12,7 @@ use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog::{self, ImageRecord};
 use burgeon_source::{
     Access,
-    registry::{Blob, Digest, EMPTY, MANIFEST_TYPE, Name, Objects, Put, Uploads},
+    registry::{Blob, EMPTY, MANIFEST_TYPE, Name, Objects, OciDigest, Put, Uploads},
 };
 use bytes::Bytes;
 
@@ -50,7 +50,7 @@ pub fn push(
     let (done, sent) = (AtomicU64::new(0), AtomicU64::new(0));
     let objects = Mutex::new(Objects::default());
     let bring = |bytes: Bytes| {
-        let (digest, size) = (Digest::of(&bytes), bytes.len() as u64);
+        let (digest, size) = (OciDigest::of(&bytes), bytes.len() as u64);
         if !uploads.has(&digest)? {
             uploads.put(&digest, &bytes)?;
             sent.fetch_add(size, Relaxed);

@@ -13,7 +13,7 @@
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
     Access,
-    registry::{DOCUMENT_MAX, Digest, EMPTY, MANIFEST_TYPE, Uploads},
+    registry::{DOCUMENT_MAX, EMPTY, MANIFEST_TYPE, OciDigest, Uploads},
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -54,7 +54,7 @@ impl ReferrerStore {
             Kind::Registry(name) => {
                 let uploads = Uploads::open(name, access)?;
                 let empty = Bytes::from_static(EMPTY);
-                uploads.put(&Digest::of(&empty), &empty).map_err(cannot)?;
+                uploads.put(&OciDigest::of(&empty), &empty).map_err(cannot)?;
                 Ok(Self::Registry(uploads))
             }
             Kind::Archive(_) => Err(archive_has_no_index()),
@@ -62,17 +62,22 @@ impl ReferrerStore {
     }
 
     /// Writes `artifact` as a referrer of `image`, which is one of `blobs`.
-    pub(crate) fn put(&self, blobs: &Blobs, image: &Digest, artifact: &Artifact<'_>) -> Result<()> {
+    pub(crate) fn put(
+        &self,
+        blobs: &Blobs,
+        image: &OciDigest,
+        artifact: &Artifact<'_>,
+    ) -> Result<()> {
         self.try_put(blobs, image, artifact).map_err(cannot)
     }
 
-    fn try_put(&self, blobs: &Blobs, image: &Digest, artifact: &Artifact<'_>) -> Result<()> {
+    fn try_put(&self, blobs: &Blobs, image: &OciDigest, artifact: &Artifact<'_>) -> Result<()> {
         let Artifact { kind, document, blobs: parts } = artifact;
         parts.iter().try_for_each(|part| self.put_blob(part))?;
         if self.put_document(None, MANIFEST_TYPE, document)?.as_ref() == Some(image) {
             return Ok(());
         }
-        let digest = Digest::of(document).to_string();
+        let digest = OciDigest::of(document).to_string();
         let mut all = tagged(blobs, image)?;
         all.retain(|other| other["digest"] != digest.as_str());
         all.push(json!({
@@ -93,14 +98,19 @@ impl ReferrerStore {
         match self {
             Self::Layout(layout) => layout.put(bytes),
             Self::Registry(uploads) => {
-                let digest = Digest::of(bytes);
+                let digest = OciDigest::of(bytes);
                 if uploads.has(&digest)? { Ok(()) } else { uploads.put(&digest, bytes) }
             }
         }
     }
 
     /// Writes a document, under `tag` if given; returns the `OCI-Subject` of the response.
-    fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Option<Digest>> {
+    fn put_document(
+        &self,
+        tag: Option<&str>,
+        kind: &str,
+        bytes: &[u8],
+    ) -> Result<Option<OciDigest>> {
         match (self, tag) {
             (Self::Layout(layout), None) => layout.put(bytes).map(|()| None),
             (Self::Layout(layout), Some(tag)) => layout.tag(tag, bytes, kind).map(|()| None),
@@ -117,7 +127,7 @@ fn cannot(error: Error) -> Error {
 }
 
 /// The entries of the tagged list of referrers of `image`, of any type.
-fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
+fn tagged(blobs: &Blobs, image: &OciDigest) -> Result<Vec<Value>> {
     match blobs.document(&Selector::Tag(referrers_tag(image))) {
         Ok((bytes, _)) => referrer_entries(&bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -126,7 +136,7 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 }
 
 /// The digests of the referrers of `image` of type `kind`; empty if they cannot be listed.
-pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
+pub(crate) fn find(blobs: &Blobs, image: &OciDigest, kind: &str) -> Vec<OciDigest> {
     match blobs.referrers(image, kind) {
         Ok(Some(pages)) => digests_on(pages.iter().map(|page| &page[..]), kind),
         Ok(None) => match blobs.document(&Selector::Tag(referrers_tag(image))) {
@@ -138,7 +148,10 @@ pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
 }
 
 /// The digests of the referrers of type `kind` on the pages of a list.
-pub(crate) fn digests_on<'a>(pages: impl IntoIterator<Item = &'a [u8]>, kind: &str) -> Vec<Digest> {
+pub(crate) fn digests_on<'a>(
+    pages: impl IntoIterator<Item = &'a [u8]>,
+    kind: &str,
+) -> Vec<OciDigest> {
     // An invalid page does not spoil the others.
     let of = |page| referrer_digests(page, kind, REPORTED_MAX).unwrap_or_default();
     pages.into_iter().flat_map(of).take(REPORTED_MAX).collect()

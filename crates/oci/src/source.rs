@@ -3,7 +3,7 @@ use std::{fmt, path::PathBuf};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
     Form,
-    registry::{Digest, Name},
+    registry::{Name, OciDigest},
 };
 use reqwest::Url;
 
@@ -29,7 +29,7 @@ pub(crate) enum Selector {
     /// The only image there.
     Only,
     Tag(String),
-    Digest(Digest),
+    Digest(OciDigest),
 }
 
 /// Omits all that could be a secret.
@@ -92,13 +92,13 @@ impl Source {
             Kind::Archive(_) => name.starts_with("url:"),
             // The digest may be followed by the form of the image or the architecture.
             Kind::Layout { .. } | Kind::Registry(_) => {
-                name.split('/').next().is_some_and(|digest| digest.parse::<Digest>().is_ok())
+                name.split('/').next().is_some_and(|digest| digest.parse::<OciDigest>().is_ok())
             }
         }
     }
 
     /// The digest in the source, if it has one.
-    pub fn pinned(&self) -> Option<&Digest> {
+    pub fn pinned(&self) -> Option<&OciDigest> {
         match &self.0 {
             Kind::Layout { selector: Selector::Digest(digest), .. } => Some(digest),
             Kind::Registry(name) => name.digest(),
@@ -149,7 +149,7 @@ fn invalid(what: String) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{Digest, Kind, Selector, Source};
+    use super::{Kind, OciDigest, Selector, Source};
 
     fn kind(text: &str) -> Kind {
         Source::parse(text).unwrap().unwrap().0
@@ -160,7 +160,7 @@ mod tests {
         for name in ["debian:12", "/srv/x", "oci:x", "a/b", "s3://x"] {
             assert!(Source::parse(name).is_none(), "{name}");
         }
-        let digest = Digest::of(b"x");
+        let digest = OciDigest::of(b"x");
         for (text, folder, selector) in [
             ("oci-layout:/a/b", "/a/b", Selector::Only),
             ("oci-layout:a:1.2", "a", Selector::Tag("1.2".into())),

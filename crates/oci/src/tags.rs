@@ -23,7 +23,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_image::{catalog::ImageRecord, open_own};
 use burgeon_source::{
-    registry::{Digest, Name},
+    registry::{Name, OciDigest},
     web::Refusal,
 };
 use reqwest::Url;
@@ -89,7 +89,7 @@ impl Source {
 
 impl Tags<'_> {
     fn path(&self, key: &str) -> PathBuf {
-        self.folder.join(Digest::of(key.as_bytes()).hex())
+        self.folder.join(OciDigest::of(key.as_bytes()).hex())
     }
 
     /// The record of a tag.
@@ -111,7 +111,7 @@ impl Tags<'_> {
     }
 
     /// The digest that the reference `source` has, or that its tag resolved to last.
-    pub fn digest_of(&self, source: &Source) -> Option<Digest> {
+    pub fn digest_of(&self, source: &Source) -> Option<OciDigest> {
         let recalled = || self.recall(source.tagged()?)?.digest().parse().ok();
         source.pinned().cloned().or_else(recalled)
     }
@@ -149,7 +149,7 @@ impl Tags<'_> {
     }
 
     /// Records that the tag `name` resolves to `digest`.
-    fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
+    fn remember(&self, name: &Name, digest: &OciDigest) -> Result<()> {
         let name = name.to_string();
         self.write(&name, TagRecord { digest: digest.to_string(), ..TagRecord::now(&name) })
     }
@@ -200,7 +200,7 @@ fn read(path: &Path) -> Option<TagRecord> {
     let mut bytes = Vec::new();
     file.take(RECORD_MAX).read_to_end(&mut bytes).ok()?;
     let record: TagRecord = serde_json::from_slice(&bytes).ok()?;
-    let is_digest = record.digest.parse::<Digest>().is_ok() || record.manifest().is_some();
+    let is_digest = record.digest.parse::<OciDigest>().is_ok() || record.manifest().is_some();
     is_digest.then_some(record)
 }
 
@@ -265,7 +265,7 @@ fn age(seconds: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_source::registry::{Digest, Name};
+    use burgeon_source::registry::{Name, OciDigest};
 
     use super::{Pull, Tags, age};
 
@@ -277,19 +277,19 @@ mod tests {
         let name = |text: &str| Name::parse(text).unwrap().unwrap();
         let (one, other) = (name("oci://r.example/a:1"), name("oci://r.example/a:2"));
         assert!(tags.recall(&one).is_none());
-        for digest in [Digest::of(b"x"), Digest::of(b"y")] {
+        for digest in [OciDigest::of(b"x"), OciDigest::of(b"y")] {
             tags.remember(&one, &digest).unwrap();
             assert_eq!(tags.recall(&one).unwrap().digest(), digest.to_string());
         }
         std::fs::copy(tags.path(&one.to_string()), tags.path(&other.to_string())).unwrap();
         assert!(tags.recall(&other).is_none(), "it is of another name");
         // Unused and damaged records are removed.
-        tags.prune(|digest| digest == Digest::of(b"y").to_string()).unwrap();
+        tags.prune(|digest| digest == OciDigest::of(b"y").to_string()).unwrap();
         assert!(tags.recall(&one).is_some());
-        tags.remember(&other, &Digest::of(b"x")).unwrap();
+        tags.remember(&other, &OciDigest::of(b"x")).unwrap();
         std::fs::write(tags.path(&one.to_string()), "{}").unwrap();
         assert!(tags.recall(&one).is_none());
-        tags.prune(|digest| digest == Digest::of(b"x").to_string()).unwrap();
+        tags.prune(|digest| digest == OciDigest::of(b"x").to_string()).unwrap();
         assert!(tags.recall(&other).is_some() && !tags.path(&one.to_string()).exists());
         let (manifest, store) = (burgeon_block::Digest::of(b"z"), "s3://bucket/images");
         tags.remember_in(store, "debian:12", &manifest).unwrap();

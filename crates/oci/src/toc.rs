@@ -19,7 +19,7 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
 use burgeon_image::builder::{FilePart, Listed, Xattrs};
 use burgeon_layer::{LayerCodec, Piece, Restarts};
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::OciDigest;
 use chrono::DateTime;
 use serde::{
     Deserialize, Deserializer,
@@ -130,8 +130,8 @@ pub(crate) fn read(layer: &Layer, place: &TocPlace, stored: &CompressedToc) -> R
     toc.finish(layer.compression.codec(), layer.size)
 }
 
-fn check(bytes: &[u8], digest: &Digest) -> Result<()> {
-    if Digest::of(bytes) == *digest {
+fn check(bytes: &[u8], digest: &OciDigest) -> Result<()> {
+    if OciDigest::of(bytes) == *digest {
         return Ok(());
     }
     Err(unusable("it does not match the digest that the image gives: forged, or damaged"))
@@ -426,7 +426,7 @@ impl ParsedToc {
             at,
             len,
             part: (entry.offset, entry.inner_offset),
-            digest: digest.parse::<Digest>()?.bytes(),
+            digest: digest.parse::<OciDigest>()?.bytes(),
         });
         Ok(())
     }

@@ -23,7 +23,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_image::open_own;
-use burgeon_source::registry::{Digest, Digesting};
+use burgeon_source::registry::{Digesting, OciDigest};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
@@ -63,9 +63,9 @@ impl Unpacked {
 pub struct ReadLayers(Mutex<Vec<Unpacked>>);
 
 impl ReadLayers {
-    pub(crate) fn add(&self, layer: &Digest, diff_id: &Digest, stated: Option<&Digest>) {
-        let [layer, diff_id] = [layer, diff_id].map(Digest::to_string);
-        let one = Unpacked { layer, diff_id, stated: stated.map(Digest::to_string) };
+    pub(crate) fn add(&self, layer: &OciDigest, diff_id: &OciDigest, stated: Option<&OciDigest>) {
+        let [layer, diff_id] = [layer, diff_id].map(OciDigest::to_string);
+        let one = Unpacked { layer, diff_id, stated: stated.map(OciDigest::to_string) };
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !all.contains(&one) {
             all.push(one);
@@ -87,7 +87,7 @@ pub fn unpack(source: &Source, work: &Work<'_>) -> Result<()> {
 }
 
 /// The digest of an unpacked archive of at most `limit` bytes.
-pub(crate) fn digest_of(archive: impl Read, limit: u64) -> Result<Digest> {
+pub(crate) fn digest_of(archive: impl Read, limit: u64) -> Result<OciDigest> {
     let mut archive = Digesting::new(archive.take(limit + 1));
     let cannot = |e| Error::with_source(ErrorKind::Corrupt, "it cannot be unpacked", e);
     if io::copy(&mut archive, &mut io::sink()).map_err(cannot)? > limit {
@@ -161,7 +161,7 @@ impl Unpackings {
         }
         let body = serde_json::to_string(one)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.folder)?;
-        write!(file, "{} {body}", Digest::of(body.as_bytes()))?;
+        write!(file, "{} {body}", OciDigest::of(body.as_bytes()))?;
         file.as_file().sync_all()?;
         file.persist(self.folder.join(name)).map_err(|error| error.error)?;
         File::open(&self.folder)?.sync_all()
@@ -177,7 +177,7 @@ impl Unpackings {
         let found: Unpacked = serde_json::from_str(body).ok()?;
         let is_own = name_of(&found.layer)
             .is_ok_and(|own| name.strip_suffix(DIFFERS).unwrap_or(name) == own);
-        (is_own && Digest::of(body.as_bytes()).to_string() == digest).then_some(found)
+        (is_own && OciDigest::of(body.as_bytes()).to_string() == digest).then_some(found)
     }
 
     /// The diff ID of a layer that was read here.
@@ -212,20 +212,20 @@ impl Unpackings {
 }
 
 fn name_of(layer: &str) -> Result<String> {
-    Ok(layer.parse::<Digest>()?.hex().to_owned())
+    Ok(layer.parse::<OciDigest>()?.hex().to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
 
-    use burgeon_source::registry::Digest;
+    use burgeon_source::registry::OciDigest;
 
     use super::{DIFFERS, Unpacked, Unpackings, Verdict, digest_of};
     use crate::kept::{OciImage, OciLayer};
 
     fn id(text: &str) -> String {
-        Digest::of(text.as_bytes()).to_string()
+        OciDigest::of(text.as_bytes()).to_string()
     }
 
     fn image(layers: &[(&str, &str)]) -> OciImage {
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn an_archive_beyond_its_limit_is_refused() {
-        assert_eq!(digest_of(&b"abc"[..], 3).unwrap(), Digest::of(b"abc"));
+        assert_eq!(digest_of(&b"abc"[..], 3).unwrap(), OciDigest::of(b"abc"));
         assert!(digest_of(&b"abcd"[..], 3).is_err());
     }
 }

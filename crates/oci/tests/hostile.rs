@@ -16,7 +16,7 @@ use burgeon_oci::{
     Documents, Found, How, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
     is_whole,
 };
-use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
+use burgeon_source::{Access, Directory, Objects, References, Store, registry::OciDigest, waiting};
 use serde_json::{Value, json};
 use testkit::{Estargz, OciLayout, Rng};
 
@@ -61,7 +61,7 @@ fn no_index_does_harm() {
     let made = with_work(folder.path(), |work| index(&store, &source, true, work)).unwrap();
     let blob = |digest: &str| layout.join("blobs/sha256").join(&digest[7..]);
     let put = |bytes: &[u8]| {
-        let digest = Digest::of(bytes).to_string();
+        let digest = OciDigest::of(bytes).to_string();
         fs::write(blob(&digest), bytes).unwrap();
         digest
     };
@@ -216,7 +216,7 @@ fn chunked(toc: &str, tar: &[u8]) -> (Vec<u8>, Value) {
     layer.extend(zstd::bulk::compress(tar, 3).unwrap());
     let position = format!("8:{}:{}:1", stored.len(), toc.len());
     let pin = json!({
-        "io.github.containers.zstd-chunked.manifest-checksum": Digest::of(&stored).to_string(),
+        "io.github.containers.zstd-chunked.manifest-checksum": OciDigest::of(&stored).to_string(),
         "io.github.containers.zstd-chunked.manifest-position": position,
     });
     (layer, pin)

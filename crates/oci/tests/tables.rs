@@ -10,7 +10,7 @@ use burgeon_layer::{Stretch, TABLE_MAX, Table};
 use burgeon_oci::{
     Documents, Found, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
 };
-use burgeon_source::{Access, Directory, registry::Digest};
+use burgeon_source::{Access, Directory, registry::OciDigest};
 use flate2::{Compress, Compression, Crc, FlushCompress};
 use serde_json::Value;
 use testkit::{OciLayout, Rng};
@@ -153,7 +153,7 @@ fn hostile_index(layout: &Path, rows: u64) {
     let digest = made.unwrap().digest;
     let blob = |digest: &str| layout.join("blobs/sha256").join(&digest[7..]);
     let put = |bytes: &[u8]| {
-        let digest = Digest::of(bytes).to_string();
+        let digest = OciDigest::of(bytes).to_string();
         fs::write(blob(&digest), bytes).unwrap();
         digest
     };

@@ -15,7 +15,7 @@ use std::{
 use burgeon_block::ByteRange;
 use burgeon_source::{
     Access,
-    registry::{Digest, Name, Registry, use_hosts_of},
+    registry::{Name, OciDigest, Registry, use_hosts_of},
     waiting,
 };
 use testkit::{OciLayout, Proxy, skopeo_copy};
@@ -92,7 +92,7 @@ fn open(address: SocketAddr, hosts: &str, auths: serde_json::Value) -> Registry 
 
 fn reads_abc(registry: &Registry) {
     let whole = ByteRange::at(0, 3).unwrap();
-    let read = waiting(registry.blob_range(&Digest::of(b"abc"), whole)).unwrap();
+    let read = waiting(registry.blob_range(&OciDigest::of(b"abc"), whole)).unwrap();
     assert_eq!(&read[..], b"abc");
 }
 
@@ -187,7 +187,7 @@ fn a_mirror_that_failed_is_asked_again_where_the_server_is_away() {
     let hosts = format!("server = 'http://127.0.0.1:1'\n[host.'http://{}']\n", mirror.address);
     let registry = open(own.local_addr().unwrap(), &hosts, serde_json::json!({}));
     // As readers of a volume do; a slow request is sent twice, so the first may succeed.
-    let (whole, digest) = (ByteRange::at(0, 3).unwrap(), Digest::of(b"abc"));
+    let (whole, digest) = (ByteRange::at(0, 3).unwrap(), OciDigest::of(b"abc"));
     let read = || waiting(registry.blob_range(&digest, whole)).is_ok();
     assert!((0..3).any(|_| read()), "the mirror was left out");
 }
@@ -198,7 +198,7 @@ fn a_mirror_that_keeps_others_waiting_is_asked_last() {
     let hosts = format!("[host.'http://{}']\n", silent.local_addr().unwrap());
     let registry = open(server.address, &hosts, serde_json::json!({}));
     let whole = ByteRange::at(0, 3).unwrap();
-    let digest = Digest::of(b"abc");
+    let digest = OciDigest::of(b"abc");
     let impatient = async {
         tokio::time::timeout(Duration::from_millis(300), registry.blob_range(&digest, whole)).await
     };

@@ -13,7 +13,7 @@ use std::{
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_source::{
     Access, Location, Store,
-    registry::{ARTIFACT_TYPE, Blob, Digest, Name, Objects, Registry},
+    registry::{ARTIFACT_TYPE, Blob, Name, Objects, OciDigest, Registry},
     waiting,
 };
 use testkit::{Fault, OciLayout, Proxy, Rng, TokenGate, skopeo_copy};
@@ -27,7 +27,7 @@ struct Served {
     _folder: tempfile::TempDir,
     server: testkit::Registry,
     data: Vec<u8>,
-    digest: Digest,
+    digest: OciDigest,
 }
 
 impl Served {
@@ -37,7 +37,7 @@ impl Served {
         let data = Rng::new(7).bytes(LEN);
         let layout = folder.path().join("layout");
         push(&layout, &data, &format!("docker://{}/app:1", server.address()));
-        let digest = Digest::of(&data);
+        let digest = OciDigest::of(&data);
         Self { _folder: folder, server, data, digest }
     }
 
@@ -72,13 +72,13 @@ fn a_range_read_returns_exactly_the_range_or_an_error() {
     for (start, len) in [(0, 1), (4095, 8193), (0, LEN), (LEN - 1, 1), (5, 0)] {
         served.check(&registry, start, len);
     }
-    let fails = |digest: &Digest, start: usize, len: u64| {
+    let fails = |digest: &OciDigest, start: usize, len: u64| {
         let range = ByteRange::at(start as u64, len).unwrap();
         waiting(registry.blob_range(digest, range)).unwrap_err().kind()
     };
     assert_eq!(fails(&served.digest, LEN - 1, 2), ErrorKind::Corrupt);
     assert_eq!(fails(&served.digest, LEN + 5, 2), ErrorKind::Corrupt);
-    assert_eq!(fails(&Digest::of(b"none"), 0, 1), ErrorKind::NotFound);
+    assert_eq!(fails(&OciDigest::of(b"none"), 0, 1), ErrorKind::NotFound);
     // Every fault but stalls, and flipped or exchanged bytes, which the reader detects.
     let proxy = Proxy::new(served.server.address(), 5).unwrap();
     let faults: Vec<Fault> = Fault::ALL
@@ -167,7 +167,7 @@ fn anonymous_requests_do_not_wait_for_a_login() {
     });
     let registry = open(address, &Access::default());
     let whole = ByteRange::at(0, 3).unwrap();
-    let read = waiting(registry.blob_range(&Digest::of(b"abc"), whole)).unwrap();
+    let read = waiting(registry.blob_range(&OciDigest::of(b"abc"), whole)).unwrap();
     assert_eq!(&read[..], b"abc");
 }
 
@@ -185,7 +185,7 @@ fn anonymous_clients_get_a_token_if_the_registry_wants_one() {
             (0..5).for_each(|n| served.check(&registry, n, 500));
             assert_eq!(gate.tokens(), 3, "a token is good for three requests");
         }
-        let missing = Digest::of(b"none");
+        let missing = OciDigest::of(b"none");
         let range = ByteRange::at(0, 1).unwrap();
         let error = waiting(open(gate.address(), &Access::default()).blob_range(&missing, range));
         assert_eq!(error.unwrap_err().kind(), ErrorKind::NotFound, "hidden: {hides}");
@@ -265,14 +265,14 @@ fn a_burgeon_image_is_a_read_only_store() {
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
     // No document has this digest.
-    let other = Location::parse(&format!("oci://{at}@{}", Digest::of(b"x"))).unwrap();
+    let other = Location::parse(&format!("oci://{at}@{}", OciDigest::of(b"x"))).unwrap();
     let other = Store::open(&other, &Access::default()).unwrap();
     assert_eq!(other.list("packs").unwrap_err().kind(), ErrorKind::NotFound);
 }
 
 #[test]
 fn manifests_are_deterministic_and_within_the_length_limit() {
-    let blob = Blob { digest: Digest::of(b"x"), size: 1 };
+    let blob = Blob { digest: OciDigest::of(b"x"), size: 1 };
     let names = ["images/x", "packs/b", "packs/a", "manifests/m", "profiles/m"];
     let manifest = |names: &[&str]| {
         let mut objects = Objects::default();
@@ -297,7 +297,7 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
         many.add(id(&format!("packs/{number:064x}")), pack.clone()).unwrap();
     }
     assert_eq!(many.encode().unwrap_err().kind(), ErrorKind::Invalid);
-    let digest = Digest::of(b"{}");
+    let digest = OciDigest::of(b"{}");
     let config = serde_json::json!({ "mediaType": "", "digest": digest.to_string(), "size": 2 });
     let image =
         serde_json::json!({ "schemaVersion": 2, "config": config, "layers": [] }).to_string();
@@ -380,7 +380,7 @@ fn an_identity_token_goes_only_to_the_realm_of_the_registry() {
         let config = serde_json::json!({ "DOCKER_AUTH_CONFIG": config });
         let registry = open(registry, &serde_json::from_value(config).unwrap());
         let range = ByteRange::at(0, 1).unwrap();
-        let error = waiting(registry.blob_range(&Digest::of(b"x"), range)).unwrap_err();
+        let error = waiting(registry.blob_range(&OciDigest::of(b"x"), range)).unwrap_err();
         assert!(error.to_string().contains(&status.to_string()), "{error}");
         assert!(!error.to_string().contains("hunter"), "{error}");
     }
@@ -398,7 +398,7 @@ fn a_broken_next_page_leaves_a_partial_list() {
             false => second.to_owned(),
         });
         let registry = open(registry, &Access::default());
-        let pages = registry.referrers(&Digest::of(b"x"), "kind").unwrap().unwrap();
+        let pages = registry.referrers(&OciDigest::of(b"x"), "kind").unwrap().unwrap();
         assert_eq!(pages.len(), 1, "{next}");
     }
 }
@@ -426,7 +426,7 @@ fn an_answer_with_a_token_has_a_length() {
         given(serde_json::json!({ "identitytoken": "hunter-7" })),
     ] {
         let range = ByteRange::at(0, 1).unwrap();
-        let (registry, digest) = (open(served, &access), Digest::of(b"x"));
+        let (registry, digest) = (open(served, &access), OciDigest::of(b"x"));
         let error = waiting(registry.blob_range(&digest, range)).unwrap_err();
         assert!(error.to_string().contains("more than 65536 bytes"), "{access:?}: {error}");
     }

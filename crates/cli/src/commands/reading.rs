@@ -28,7 +28,7 @@ use burgeon_oci::{
 };
 use burgeon_source::{
     Access, Location, Store,
-    registry::{Digest, Name},
+    registry::{Name, OciDigest},
 };
 use serde::{Deserialize, Serialize};
 
@@ -170,7 +170,7 @@ pub(super) fn copy(context: &Context, from: &Name, record: &ImageRecord) -> Resu
 
 /// Reads and keeps the documents of the OCI image `source`, and none of its layers; returns the
 /// digest of the image or index.
-pub(super) fn documents(context: &Context, text: &str, source: &Source) -> Result<Digest> {
+pub(super) fn documents(context: &Context, text: &str, source: &Source) -> Result<OciDigest> {
     let task = Task::Documents { text: text.to_owned() };
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
     let Done::Documents(digest, documents) = made.done else { return Err(something_else()) };
@@ -280,7 +280,7 @@ fn record_read(context: &Context, source: Option<&Source>, made: &Made) -> Resul
     let (digest, documents) = match &made.done {
         Done::Found(Elsewhere::Made(found)) => (found.oci_digest.clone(), &found.documents),
         Done::Indexed(indexed) => (Some(indexed.image.clone()), &indexed.documents),
-        _ => (source.and_then(Source::pinned).map(Digest::to_string), &Vec::new()),
+        _ => (source.and_then(Source::pinned).map(OciDigest::to_string), &Vec::new()),
     };
     context.documents().keep(documents)?;
     let digest = digest.and_then(|digest| digest.parse().ok());

@@ -20,7 +20,7 @@ use oci_spec::image::ImageManifest;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
-use super::{Checked, DOCUMENT_MAX, Digest, Name, Registry, body_error};
+use super::{Checked, DOCUMENT_MAX, Name, OciDigest, Registry, body_error};
 use crate::{Access, check_len, too_short, waiting, web};
 
 /// The artifact type of a Burgeon image.
@@ -46,7 +46,7 @@ const MEDIA_TYPES: [(ObjectKind, &str); 4] = [
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Blob {
     /// Digest of its bytes.
-    pub digest: Digest,
+    pub digest: OciDigest,
     /// Length in bytes.
     pub size: u64,
 }
@@ -76,7 +76,7 @@ impl Objects {
     /// Encodes the OCI manifest; equal objects give equal bytes. `Invalid` if it is longer than
     /// registries accept.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let descriptor = |media_type, digest: &Digest, size: u64, annotations: Value| {
+        let descriptor = |media_type, digest: &OciDigest, size: u64, annotations: Value| {
             json!({
                 "mediaType": media_type, "digest": digest.to_string(), "size": size,
                 "annotations": annotations,
@@ -86,7 +86,7 @@ impl Objects {
             let media_type = media_type(object).unwrap_or_default();
             descriptor(media_type, &blob.digest, blob.size, json!({ OBJECT: object.as_str() }))
         });
-        let config = descriptor(EMPTY_TYPE, &Digest::of(EMPTY), EMPTY.len() as u64, json!({}));
+        let config = descriptor(EMPTY_TYPE, &OciDigest::of(EMPTY), EMPTY.len() as u64, json!({}));
         let manifest = json!({
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
@@ -157,7 +157,7 @@ pub struct Artifact(Arc<Inner>);
 
 struct Inner {
     registry: Registry,
-    digest: Digest,
+    digest: OciDigest,
     objects: OnceCell<Objects>,
 }
 
@@ -271,16 +271,16 @@ mod tests {
     use burgeon_block::ErrorKind;
     use testkit::Rng;
 
-    use super::{Blob, Digest, MEDIA_TYPES, Objects};
+    use super::{Blob, MEDIA_TYPES, Objects, OciDigest};
 
     /// The digest of a pushed image depends on every byte of it.
     #[test]
     fn the_manifest_of_an_image_stays_the_same_bytes() {
         let mut objects = Objects::default();
-        let digest = Digest::of(b"x");
+        let digest = OciDigest::of(b"x");
         let blob = Blob { digest: digest.clone(), size: 7 };
         objects.add(MEDIA_TYPES[1].0.object(digest.hex()).unwrap(), blob).unwrap();
-        let (hex, empty) = (digest.hex(), Digest::of(b"{}"));
+        let (hex, empty) = (digest.hex(), OciDigest::of(b"{}"));
         let expected = [
             r#"{"artifactType":"application/vnd.burgeon.image.v1","config":{"annotations":{},"#,
             &format!(r#""digest":"{empty}","mediaType":"application/vnd.oci.empty.v1+json","#),
@@ -296,7 +296,7 @@ mod tests {
     fn damaged_manifests_fail_cleanly_or_round_trip() {
         let mut sound = Objects::default();
         for (number, (kind, _)) in MEDIA_TYPES.iter().enumerate() {
-            let digest = Digest::of(&[number as u8]);
+            let digest = OciDigest::of(&[number as u8]);
             let object = kind.object(digest.hex()).unwrap();
             sound.add(object, Blob { digest, size: 1000 + number as u64 }).unwrap();
         }

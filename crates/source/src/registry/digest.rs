@@ -11,9 +11,9 @@ use sha2::{Digest as _, Sha256};
 
 /// A digest as registries write it: `sha256:` and 64 lower-case hexadecimal digits.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Digest(String);
+pub struct OciDigest(String);
 
-impl Digest {
+impl OciDigest {
     /// Hashes `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self::from_hasher(Sha256::new_with_prefix(bytes))
@@ -37,7 +37,7 @@ impl Digest {
     }
 }
 
-impl FromStr for Digest {
+impl FromStr for OciDigest {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -55,7 +55,7 @@ impl FromStr for Digest {
     }
 }
 
-impl fmt::Display for Digest {
+impl fmt::Display for OciDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
@@ -66,14 +66,14 @@ impl fmt::Display for Digest {
 pub struct Checked<R> {
     inner: R,
     hasher: Sha256,
-    digest: Digest,
+    digest: OciDigest,
     size: u64,
     read: u64,
 }
 
 impl<R: Read> Checked<R> {
     /// Expects `size` bytes with `digest` from `inner`.
-    pub fn new(inner: R, digest: Digest, size: u64) -> Self {
+    pub fn new(inner: R, digest: OciDigest, size: u64) -> Self {
         Self { inner, hasher: Sha256::new(), digest, size, read: 0 }
     }
 
@@ -95,7 +95,7 @@ impl<R: Read> Read for Checked<R> {
             return Err(self.wrong(&why));
         }
         self.hasher.update(&buf[..len]);
-        if len == 0 && Digest::from_hasher(self.hasher.clone()) != self.digest {
+        if len == 0 && OciDigest::from_hasher(self.hasher.clone()) != self.digest {
             return Err(self.wrong("does not match its digest: tampered with, or damaged"));
         }
         Ok(len)
@@ -115,8 +115,8 @@ impl<R: Read> Digesting<R> {
     }
 
     /// The digest of all bytes read.
-    pub fn digest(self) -> Digest {
-        Digest::from_hasher(self.hasher)
+    pub fn digest(self) -> OciDigest {
+        OciDigest::from_hasher(self.hasher)
     }
 }
 
@@ -132,23 +132,23 @@ impl<R: Read> Read for Digesting<R> {
 mod tests {
     use std::io::{self, Read};
 
-    use super::{Checked, Digest};
+    use super::{Checked, OciDigest};
 
     #[test]
     fn a_digest_is_sha256_in_lower_case() {
         let of_nothing = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
-        assert_eq!(Digest::of(b"").to_string(), of_nothing);
-        assert_eq!(of_nothing.parse::<Digest>().unwrap(), Digest::of(b""));
+        assert_eq!(OciDigest::of(b"").to_string(), of_nothing);
+        assert_eq!(of_nothing.parse::<OciDigest>().unwrap(), OciDigest::of(b""));
         let upper = of_nothing.to_uppercase();
         for bad in ["", "sha256:", "sha512:00", &of_nothing[7..], &upper, "sha256:../../x"] {
-            assert!(bad.parse::<Digest>().is_err(), "{bad}");
+            assert!(bad.parse::<OciDigest>().is_err(), "{bad}");
         }
     }
 
     #[test]
     fn only_the_expected_bytes_pass() {
         let read = |bytes: &'static [u8], size| {
-            let mut checked = Checked::new(bytes, Digest::of(b"abc"), size);
+            let mut checked = Checked::new(bytes, OciDigest::of(b"abc"), size);
             io::copy(&mut checked, &mut io::sink()).map_err(|e| e.to_string())
         };
         assert_eq!(read(b"abc", 3), Ok(3));
@@ -156,7 +156,7 @@ mod tests {
         assert!(read(b"ab", 3).unwrap_err().contains("is shorter than the 3 bytes"));
         assert!(read(b"abcd", 3).unwrap_err().contains("is longer than the 3 bytes"));
         // An endless body is refused as soon as it is too long.
-        let mut endless = Checked::new(io::repeat(b'a'), Digest::of(b"abc"), 3);
+        let mut endless = Checked::new(io::repeat(b'a'), OciDigest::of(b"abc"), 3);
         assert!(endless.read(&mut [0; 100]).is_err());
     }
 }

@@ -44,7 +44,7 @@ pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_fil
 pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
-    digest::{Checked, Digest, Digesting},
+    digest::{Checked, Digesting, OciDigest},
     hosts::use_hosts_of,
     name::Name,
     upload::{Put, Uploads},
@@ -126,12 +126,12 @@ impl Registry {
 
     /// Fetches an index or manifest of at most [`DOCUMENT_MAX`] bytes and returns it with its
     /// digest: the one with `digest`, or else the one that the name refers to. Blocks this thread.
-    pub fn document(&self, digest: Option<&Digest>) -> Result<(Vec<u8>, Digest)> {
+    pub fn document(&self, digest: Option<&OciDigest>) -> Result<(Vec<u8>, OciDigest)> {
         waiting(self.fetch_document(digest, web::RETRIES))
     }
 
     /// Fetches the document tagged `tag` in this repository, as [`Self::document`] does.
-    pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, Digest)> {
+    pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, OciDigest)> {
         waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
     }
 
@@ -139,7 +139,7 @@ impl Registry {
     /// referrers API: at most sixteen pages, each an index of at most [`DOCUMENT_MAX`] bytes.
     /// `None` if the registry has no such list. The list may include other types: not every
     /// registry filters.
-    pub fn referrers(&self, digest: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
+    pub fn referrers(&self, digest: &OciDigest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         let (mut pages, mut next) =
             (Vec::new(), Some(format!("referrers/{digest}?artifactType={kind}")));
         while let Some(path) = next.take().filter(|_| pages.len() < PAGES_MAX) {
@@ -162,9 +162,9 @@ impl Registry {
 
     async fn fetch_document(
         &self,
-        digest: Option<&Digest>,
+        digest: Option<&OciDigest>,
         retries: u32,
-    ) -> Result<(Vec<u8>, Digest)> {
+    ) -> Result<(Vec<u8>, OciDigest)> {
         let wanted = digest.or(self.0.name.digest());
         let path = match wanted {
             Some(digest) => format!("manifests/{digest}"),
@@ -176,9 +176,9 @@ impl Registry {
     async fn fetch_named(
         &self,
         path: &str,
-        wanted: Option<&Digest>,
+        wanted: Option<&OciDigest>,
         retries: u32,
-    ) -> Result<(Vec<u8>, Digest)> {
+    ) -> Result<(Vec<u8>, OciDigest)> {
         let by = *self.0.answer_by.lock().unwrap_or_else(PoisonError::into_inner);
         let mut others = self.0.endpoints.len();
         loop {
@@ -192,7 +192,7 @@ impl Registry {
                     })??
                 }
             };
-            let digest = Digest::of(&bytes);
+            let digest = OciDigest::of(&bytes);
             others -= 1;
             match wanted {
                 // Another host may have the right one.
@@ -239,7 +239,7 @@ impl Registry {
     /// Streams a blob from `offset` on, unverified. Blocks the thread that reads.
     ///
     /// Errors: `Unavailable` also if the registry answers only with the whole blob.
-    pub fn blob(&self, digest: &Digest, offset: u64) -> Result<impl Read + Send + use<>> {
+    pub fn blob(&self, digest: &OciDigest, offset: u64) -> Result<impl Read + Send + use<>> {
         let (this, path) = (self.clone(), format!("blobs/{digest}"));
         let what = format!("read {path} of {}", self.0.name);
         web::Body::starting(what.clone(), offset, BLOB_MAX, move |offset| {
@@ -249,7 +249,7 @@ impl Registry {
 
     /// Fetches `range` of a blob, unverified: exactly that many bytes, or an error. Tries once,
     /// and hedges the request when it is slow.
-    pub async fn blob_range(&self, digest: &Digest, range: ByteRange) -> Result<Bytes> {
+    pub async fn blob_range(&self, digest: &OciDigest, range: ByteRange) -> Result<Bytes> {
         if range.is_empty() {
             return Ok(Bytes::new());
         }
@@ -262,7 +262,7 @@ impl Registry {
         self.0.hedge.ask(|| self.fetch_range(digest, range), hedged).await
     }
 
-    async fn fetch_range(&self, digest: &Digest, range: ByteRange) -> Result<Bytes> {
+    async fn fetch_range(&self, digest: &OciDigest, range: ByteRange) -> Result<Bytes> {
         let what = format!("read {range} of blob {digest} of {}", self.0.name);
         let failed = |kind, why: String| Err(Error::new(kind, format!("cannot {what}: {why}")));
         let asked = range.start()..range.end();

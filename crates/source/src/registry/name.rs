@@ -7,7 +7,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use reqwest::Url;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::Digest;
+use super::OciDigest;
 
 /// Longest repository name and longest tag, in bytes.
 const REPOSITORY_MAX: usize = 255;
@@ -21,7 +21,7 @@ pub struct Name {
     repository: String,
     /// `None` if only the digest identifies the image.
     tag: Option<String>,
-    digest: Option<Digest>,
+    digest: Option<OciDigest>,
     plain: bool,
 }
 
@@ -36,12 +36,12 @@ impl Name {
     }
 
     /// The digest, if the name has one.
-    pub fn digest(&self) -> Option<&Digest> {
+    pub fn digest(&self) -> Option<&OciDigest> {
         self.digest.as_ref()
     }
 
     /// The document `digest` in this repository.
-    pub fn at(&self, digest: Digest) -> Self {
+    pub fn at(&self, digest: OciDigest) -> Self {
         Self { tag: None, digest: Some(digest), ..self.clone() }
     }
 
@@ -122,7 +122,7 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
         return Err(bad(format!("{host:?} is not a registry, such as docker.io")));
     }
     let (name, digest) = match text.split_once('@') {
-        Some((name, digest)) => (name, Some(digest.parse::<Digest>()?)),
+        Some((name, digest)) => (name, Some(digest.parse::<OciDigest>()?)),
         None => (text, None),
     };
     let Some((_, path)) = name.split_once('/') else {
@@ -269,11 +269,11 @@ fn invalid(what: String) -> Error {
 mod tests {
     use oci_spec::distribution::Reference;
 
-    use super::{Digest, Name, REPOSITORY_MAX, TAG_MAX};
+    use super::{Name, OciDigest, REPOSITORY_MAX, TAG_MAX};
 
     #[test]
     fn names_parse_and_round_trip() {
-        let digest = Digest::of(b"x");
+        let digest = OciDigest::of(b"x");
         for (text, repository, tag, pinned, plain) in [
             ("oci://r.example/a/b:1", "a/b", "1", None, false),
             ("oci://docker.io/debian", "library/debian", "latest", None, false),
@@ -284,7 +284,7 @@ mod tests {
             let name = Name::parse(text).unwrap().unwrap();
             assert_eq!((name.repository(), name.tag()), (repository, tag), "{text}");
             assert_eq!((name.digest(), name.is_plain()), (pinned, plain), "{text}");
-            let at = name.at(Digest::of(b"y"));
+            let at = name.at(OciDigest::of(b"y"));
             assert_eq!((at.repository(), at.is_plain()), (repository, plain), "{text}");
             for name in [name, at] {
                 let again = serde_json::to_value(&name).unwrap();
@@ -352,7 +352,7 @@ mod tests {
             "latest",
             "sha256:",
         ];
-        let digest = Digest::of(b"x").to_string();
+        let digest = OciDigest::of(b"x").to_string();
         let mut rng = testkit::Rng::new(1);
         let (mut names, mut others) = (0, 0);
         for _ in 0..100_000 {
@@ -402,14 +402,14 @@ mod tests {
             assert_eq!(name.tag(), "v1.2_3");
             assert!(repository.contains(name.repository()), "{name}");
         }
-        let pinned = format!("oci://r.example/a@{}", Digest::of(b"x"));
+        let pinned = format!("oci://r.example/a@{}", OciDigest::of(b"x"));
         for (repository, tag) in [
             ("oci://r.example/a:1", "2"),
             (&pinned, "2"),
             ("oci://r.example/a", "debian:12"),
             ("oci://r.example/a", "b/c"),
             ("oci://r.example/a", ""),
-            ("oci://r.example/a", &format!("1@{}", Digest::of(b"x"))),
+            ("oci://r.example/a", &format!("1@{}", OciDigest::of(b"x"))),
         ] {
             let error = Name::tagged(repository, tag).unwrap().unwrap_err();
             assert!(error.to_string().contains("cannot be a tag"), "{repository}, {tag}: {error}");

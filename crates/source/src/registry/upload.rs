@@ -17,7 +17,7 @@ use reqwest::{
     header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION},
 };
 
-use super::{Digest, Name, Registry, token::Operation};
+use super::{Name, OciDigest, Registry, token::Operation};
 use crate::{Access, waiting, web};
 
 /// Longest time for sending one blob: four packs of 32 MiB at a time, at 1 Mbit/s in all.
@@ -36,9 +36,9 @@ pub struct Uploads {
 #[derive(Clone, Debug)]
 pub struct Put {
     /// Its digest.
-    pub digest: Digest,
+    pub digest: OciDigest,
     /// The image for which the registry itself lists it as a referrer.
-    pub subject: Option<Digest>,
+    pub subject: Option<OciDigest>,
 }
 
 /// The result of a try.
@@ -56,7 +56,7 @@ impl Uploads {
     }
 
     /// True if the repository has the blob.
-    pub fn has(&self, digest: &Digest) -> Result<bool> {
+    pub fn has(&self, digest: &OciDigest) -> Result<bool> {
         let what = format!("look for blob {digest} of {}", self.registry.name());
         let path = format!("blobs/{digest}");
         let plain = |request: RequestBuilder| request;
@@ -68,7 +68,7 @@ impl Uploads {
     }
 
     /// Uploads the blob `bytes`, which has `digest`.
-    pub fn put(&self, digest: &Digest, bytes: &Bytes) -> Result<()> {
+    pub fn put(&self, digest: &OciDigest, bytes: &Bytes) -> Result<()> {
         let what = format!("write blob {digest} of {}", self.registry.name());
         waiting(async {
             let mut tries = 0;
@@ -83,7 +83,7 @@ impl Uploads {
         })
     }
 
-    async fn try_put(&self, what: &str, digest: &Digest, bytes: &Bytes) -> Result<Tried> {
+    async fn try_put(&self, what: &str, digest: &OciDigest, bytes: &Bytes) -> Result<Tried> {
         let begun =
             self.registry.ask(what, Method::POST, "blobs/uploads/", web::RETRIES, |request| {
                 request.header(CONTENT_LENGTH, 0)
@@ -136,7 +136,7 @@ impl Uploads {
     /// Writes the manifest or index `bytes` of type `kind`, under `tag` or, without one, under its
     /// digest alone.
     pub fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Put> {
-        let digest = Digest::of(bytes);
+        let digest = OciDigest::of(bytes);
         let path = match tag {
             Some(tag) => format!("manifests/{tag}"),
             None => format!("manifests/{digest}"),

@@ -30,7 +30,7 @@ use burgeon_snapshotter::{
     remote::{Layers, Wanted},
     repository,
 };
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::OciDigest;
 
 use super::{
     super::{Context, HOSTS_DIR, oci_image, reading},
@@ -77,7 +77,7 @@ impl OwnLayers {
     }
 
     /// The documents of the image, which are read if they are not kept.
-    fn documents(&self, text: &str, digest: &Digest) -> Result<OciImage> {
+    fn documents(&self, text: &str, digest: &OciDigest) -> Result<OciImage> {
         if let Some(image) = self.context.documents().image(digest) {
             return Ok(image);
         }
@@ -152,7 +152,7 @@ impl Layers for OwnLayers {
     fn claim(&self, wanted: &Wanted) -> Result<String, String> {
         let repository = repository(&wanted.image);
         let wrong = |e: Error| e.to_string();
-        let digest: Digest = wanted.manifest.parse().map_err(wrong)?;
+        let digest: OciDigest = wanted.manifest.parse().map_err(wrong)?;
         let text = format!("oci://{repository}@{digest}");
         let kept = self.context.documents().image(&digest);
         let not_verified = match &kept {
