@@ -29,7 +29,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind, LocalFile, P
 use crate::{
     backing::{Backing, Pending, SlowDevice},
     counters::{Count, Counts},
-    format::{REGION, Record},
+    format::{DeviceRecord, REGION},
     keys::Key,
     locks::{Locked, Span},
     marks::Marks,
@@ -57,7 +57,7 @@ pub struct Cached<C: LocalFile, S> {
     pub(crate) slow: Arc<S>,
     name: String,
     pub(crate) number: u8,
-    pub(crate) record: Record,
+    pub(crate) record: DeviceRecord,
     pub(crate) marks: Marks,
     pub(crate) counts: Counts,
     streams: Mutex<Streams>,
@@ -103,7 +103,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     ) -> Result<Self> {
         if store.has_failed() {
             // It is served all the same, without a cache.
-            let (record, marks) = (Record::empty(), Marks::empty(store.id(), 0, 0));
+            let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
             return Ok(Self::new(store, slow, name, (0, record), marks, options));
         }
         let size = slow.size();
@@ -135,7 +135,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             }
             Err(error) if options.is_in_use => {
                 store.give_up(&error)?;
-                let (record, marks) = (Record::empty(), Marks::empty(store.id(), 0, 0));
+                let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
                 Ok(Self::new(store, slow, name, (0, record), marks, options))
             }
             Err(error) => Err(error),
@@ -147,7 +147,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     fn begin(
         store: &Store<C>,
         slow: &S,
-        (number, record): (u8, Record),
+        (number, record): (u8, DeviceRecord),
         is_warm: bool,
     ) -> Result<(Marks, u64, bool)> {
         let first = record.bitmap_first.get();
@@ -181,7 +181,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         store: Arc<Store<C>>,
         slow: S,
         name: &str,
-        (number, record): (u8, Record),
+        (number, record): (u8, DeviceRecord),
         marks: Marks,
         options: Options,
     ) -> Self {

@@ -172,7 +172,7 @@ impl LogHead {
 /// A slow device that the cache knows.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Record {
+pub struct DeviceRecord {
     pub(crate) used: U32,
     pub(crate) bitmap_first: U32,
     pub(crate) bitmap_blocks: U32,
@@ -182,7 +182,7 @@ pub struct Record {
     pub(crate) counters: [U64; COUNTERS],
 }
 
-impl Record {
+impl DeviceRecord {
     pub(crate) fn empty() -> Self {
         Self::new_zeroed()
     }
@@ -207,7 +207,7 @@ struct RawSuper {
     size: U64,
     bitmap_blocks: U32,
     log_blocks: U32,
-    devices: [Record; DEVICES_MAX],
+    devices: [DeviceRecord; DEVICES_MAX],
     log_tail: U64,
     log_open: U32,
     log_starts: U32,
@@ -228,7 +228,7 @@ pub struct Super {
     /// Places of the parts.
     pub layout: Layout,
     pub(crate) log: LogHead,
-    pub(crate) devices: [Record; DEVICES_MAX],
+    pub(crate) devices: [DeviceRecord; DEVICES_MAX],
 }
 
 /// The places of the parts, in blocks.
@@ -310,7 +310,7 @@ impl Layout {
 impl Super {
     /// The superblock of a new cache.
     pub fn new(id: [u8; 16], layout: Layout) -> Self {
-        let devices = [Record::new_zeroed(); DEVICES_MAX];
+        let devices = [DeviceRecord::new_zeroed(); DEVICES_MAX];
         Self { id, generation: 1, epoch: 1, layout, log: LogHead::new(), devices }
     }
 
@@ -379,7 +379,7 @@ impl Super {
             let what = format!("it has {size} bytes, and its cache was made for {}", layout.size);
             return fail(ErrorKind::Invalid, what);
         }
-        let fits = |record: &Record| {
+        let fits = |record: &DeviceRecord| {
             let end = record.bitmap_first.get().checked_add(record.bitmap_blocks.get());
             let regions = record.size.get().div_ceil(REGION);
             record.used.get() == 0

@@ -32,7 +32,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 use crate::{
     format::Layout,
     keys::Key,
-    record::{BLOCKS_MAX, Record},
+    record::{BLOCKS_MAX, LogRecord},
     sets::check_of,
 };
 
@@ -323,7 +323,7 @@ impl Log {
             let bytes = queued.bytes.bytes().chunks_exact(BLOCK).enumerate();
             bytes.map(|(index, bytes)| (key_behind(queued.first, index), bytes))
         });
-        let record = Record {
+        let record = LogRecord {
             number: state.next,
             generation: state.generation,
             first: state.first,
@@ -380,7 +380,7 @@ impl Log {
         &self,
         file: &impl LocalFile,
         place: u32,
-        record: &Record,
+        record: &LogRecord,
         batch: &[Queued],
     ) -> Result<()> {
         let no_memory = || Error::new(ErrorKind::Unavailable, "no memory for a record of the log");

@@ -48,7 +48,7 @@ const _: () = assert!(ENTRIES_AT + BLOCKS_MAX * size_of::<RawEntry>() <= BLOCK_S
 
 /// The description of a record.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Record {
+pub(crate) struct LogRecord {
     /// Records are numbered through, across generations.
     pub(crate) number: u64,
     pub(crate) generation: u64,
@@ -60,7 +60,7 @@ pub(crate) struct Record {
     pub(crate) blocks: Vec<(Key, u32)>,
 }
 
-impl Record {
+impl LogRecord {
     /// As a block, for the block `place` of the log.
     pub(crate) fn encode(&self, place: u32, id: [u8; 16]) -> Box<Block> {
         let mut block = Block::zeroed();
@@ -113,21 +113,21 @@ mod tests {
 
     const ID: [u8; 16] = [7; 16];
 
-    fn record(count: u64) -> Record {
+    fn record(count: u64) -> LogRecord {
         let key = |block| Key { device: (block % 16) as u8, block: block << 20 };
         let blocks = (0..count).map(|block| (key(block), block as u32 * 3)).collect();
-        Record { number: 9, generation: 4, first: 7, durable: 8, blocks }
+        LogRecord { number: 9, generation: 4, first: 7, durable: 8, blocks }
     }
 
     #[test]
     fn a_record_comes_back_at_its_own_place_alone() {
         for count in [1, BLOCKS_MAX as u64] {
             let block = record(count).encode(5, ID);
-            assert_eq!(Record::decode(&block.0, 5, ID), Some(record(count)));
-            assert_eq!(Record::decode(&block.0, 6, ID), None);
-            assert_eq!(Record::decode(&block.0, 5, [8; 16]), None);
+            assert_eq!(LogRecord::decode(&block.0, 5, ID), Some(record(count)));
+            assert_eq!(LogRecord::decode(&block.0, 6, ID), None);
+            assert_eq!(LogRecord::decode(&block.0, 5, [8; 16]), None);
         }
-        assert_eq!(Record::decode(&record(0).encode(5, ID).0, 5, ID), None);
+        assert_eq!(LogRecord::decode(&record(0).encode(5, ID).0, 5, ID), None);
     }
 
     proptest! {
@@ -143,7 +143,7 @@ mod tests {
             if sealed {
                 seal(&mut block, Kind::Record, 9, 4, ID);
             }
-            if let Some(read) = Record::decode(&block.0, 5, ID) {
+            if let Some(read) = LogRecord::decode(&block.0, 5, ID) {
                 prop_assert!(read.blocks.len() <= BLOCKS_MAX);
                 prop_assert!(read.blocks.iter().all(|(key, _)| key.device < 16));
             }

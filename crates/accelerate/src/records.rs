@@ -4,17 +4,17 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
     counters::{Count, Counts},
-    format::{Block, DEVICES_MAX, NAME_MAX, REGION, REGIONS_A_BLOCK, Record},
+    format::{Block, DEVICES_MAX, DeviceRecord, NAME_MAX, REGION, REGIONS_A_BLOCK},
     marks::{Bitmaps, Marks},
     store::Store,
 };
 
 impl<C: LocalFile> Store<C> {
     /// The number and record of the slow device `name`.
-    pub(crate) fn record(&self, name: &str) -> Option<(u8, Record)> {
+    pub(crate) fn record(&self, name: &str) -> Option<(u8, DeviceRecord)> {
         let head = self.head();
         let mut records = head.devices.iter().enumerate();
-        let is_it = |record: &Record| record.used.get() != 0 && record.name() == name;
+        let is_it = |record: &DeviceRecord| record.used.get() != 0 && record.name() == name;
         records.find(|(_, record)| is_it(record)).map(|(number, record)| (number as u8, *record))
     }
 
@@ -26,7 +26,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// A record for a new slow device. `NoSpace` if there is no room for one.
-    pub(crate) fn add_record(&self, name: &str, size: u64) -> Result<(u8, Record)> {
+    pub(crate) fn add_record(&self, name: &str, size: u64) -> Result<(u8, DeviceRecord)> {
         let full = |what: String| Error::new(ErrorKind::NoSpace, what);
         if name.is_empty() || name.len() > NAME_MAX {
             let what = format!("a device's name has 1 to {NAME_MAX} bytes: {name:?} has not");
@@ -46,7 +46,7 @@ impl<C: LocalFile> Store<C> {
                  accelerate destroy`, `create`)"
             )));
         };
-        let mut record = Record::empty();
+        let mut record = DeviceRecord::empty();
         record.used = 1.into();
         record.bitmap_first = first.into();
         record.bitmap_blocks = (blocks as u32).into();
@@ -83,7 +83,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Stores a record.
-    pub(crate) fn put_record(&self, number: u8, record: Record) -> Result<()> {
+    pub(crate) fn put_record(&self, number: u8, record: DeviceRecord) -> Result<()> {
         self.store_head(|head| head.devices[usize::from(number)] = record)
     }
 
@@ -98,7 +98,7 @@ impl<C: LocalFile> Store<C> {
             Some((number, _)) => {
                 self.drop_blocks(|key| key.device == number);
                 self.store_index(&Counts::default())?;
-                self.put_record(number, Record::empty())
+                self.put_record(number, DeviceRecord::empty())
             }
             None => {
                 let what = format!("the cache knows no slow device {name}");
@@ -115,7 +115,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// The bitmap of a known device.
-    pub(crate) fn load_marks(&self, record: &Record) -> Marks {
+    pub(crate) fn load_marks(&self, record: &DeviceRecord) -> Marks {
         let (first, blocks) = (record.bitmap_first.get(), record.bitmap_blocks.get());
         let regions = record.size.get().div_ceil(REGION) as u32;
         let read = |block: u32, stored: &mut Block| {

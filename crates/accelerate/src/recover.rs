@@ -15,7 +15,7 @@ use crate::{
     format::{Layout, LogHead},
     keys::Key,
     log::{Entry, Found, Segment, segment_blocks},
-    record::Record,
+    record::LogRecord,
     sets::check_of,
 };
 
@@ -23,7 +23,7 @@ const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// A record, and which of its blocks are whole.
 struct Read {
-    record: Record,
+    record: LogRecord,
     place: u32,
     whole: Vec<bool>,
 }
@@ -112,7 +112,7 @@ fn read_segment(
     let mut at = 0;
     let decode = |at: usize| {
         let block = bytes.get(at * BLOCK..(at + 1) * BLOCK)?;
-        let record = Record::decode(block, first + at as u32, id)?;
+        let record = LogRecord::decode(block, first + at as u32, id)?;
         head.counts(record.generation, record.number).then_some(record)
     };
     while let Some(record) = decode(at) {
@@ -137,7 +137,7 @@ fn read_segment(
 struct Durable(BTreeMap<u64, (u64, u64)>);
 
 impl Durable {
-    fn note(&mut self, record: &Record) {
+    fn note(&mut self, record: &LogRecord) {
         let known = self.0.entry(record.generation).or_insert((record.first, record.durable));
         known.1 = known.1.max(record.durable);
     }

@@ -60,7 +60,7 @@ pub struct Observation {
 
 /// The record of one disk.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Record {
+pub struct DiskRecord {
     /// Time of the first observation, in seconds since 1970.
     pub first_s: u64,
     /// Time of the last.
@@ -152,7 +152,7 @@ pub struct Figures {
     pub years_left: Option<f64>,
 }
 
-impl Record {
+impl DiskRecord {
     /// Continues the record. Call it with the observations of one disk only.
     pub fn observe(&mut self, seen: &Observation) -> Figures {
         let is_new = self.boot.is_empty();

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::{Figures, Observation, Record, Sectors, Source};
+use super::{DiskRecord, Figures, Observation, Sectors, Source};
 use crate::report::{DriveReport, Figure, Unit};
 
 const GIB: u64 = 1 << 30;
@@ -57,7 +57,7 @@ impl Disk {
         }
     }
 
-    fn look(&mut self, record: &mut Record) -> Figures {
+    fn look(&mut self, record: &mut DiskRecord) -> Figures {
         self.seen.since_boot_ns += 1;
         self.seen.time_s += 3600;
         record.observe(&self.seen)
@@ -72,7 +72,7 @@ impl Disk {
 #[test]
 fn a_unit_is_measured_and_then_both_totals_are_known() {
     let mut disk = Disk::new(32 << 20, 77 * GIB);
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     for round in 0..5 {
         disk.moves(8 * GIB, 0);
         let figures = disk.look(&mut record);
@@ -87,7 +87,7 @@ fn a_unit_is_measured_and_then_both_totals_are_known() {
 #[test]
 fn writes_of_another_host_leave_the_unit_unknown() {
     let mut disk = Disk::new(32 << 20, 0);
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     for round in 0..40 {
         disk.moves(8 * GIB, GIB + round * 300_000_000);
         assert_eq!(disk.look(&mut record).written, None, "{round}");
@@ -97,7 +97,7 @@ fn writes_of_another_host_leave_the_unit_unknown() {
 #[test]
 fn a_reboot_breaks_the_window() {
     let mut disk = Disk::new(32 << 20, 0);
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     for round in 0..40 {
         disk.moves(8 * GIB, 0);
         assert_eq!(disk.look(&mut record).written, None, "{round}");
@@ -111,7 +111,7 @@ fn a_counter_of_32_bits_is_bridged_and_a_reset_is_noticed() {
     let mut disk = Disk::new(512, ((1 << 32) - 1000) * 512);
     disk.modulus = 1 << 32;
     disk.states(Unit::Name(512));
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     disk.moves(0, 0);
     assert_eq!(disk.look(&mut record).written.unwrap().bytes, disk.moved);
     disk.moves(GIB, 0);
@@ -133,7 +133,7 @@ fn a_counter_of_32_bits_is_bridged_and_a_reset_is_noticed() {
 fn a_named_unit_that_the_kernel_disproves_is_unknown() {
     let mut disk = Disk::new(32 << 20, 0);
     disk.states(Unit::Name(512));
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     disk.moves(100 * GIB, 0);
     let figures = disk.look(&mut record);
     assert_eq!((figures.read, figures.written), (None, None));
@@ -150,7 +150,7 @@ fn years_left_follow_from_endurance_and_rate() {
     let mut disk = Disk::new(512, 1000 * GIB);
     disk.states(Unit::Standard(512));
     disk.seen.drive.as_mut().unwrap().endurance_used_percent = Some(10);
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     disk.moves(0, 0);
     assert_eq!(disk.look(&mut record).years_left, None);
     disk.moves(GIB, 0);
@@ -178,7 +178,7 @@ fn years_left_follow_from_endurance_and_rate() {
 fn another_drive_behind_the_same_adapter_has_its_own_counters() {
     let mut disk = Disk::new(512, 1000 * GIB);
     disk.states(Unit::Standard(512));
-    let mut record = Record::default();
+    let mut record = DiskRecord::default();
     disk.moves(0, 0);
     disk.look(&mut record);
     disk.seen.drive.as_mut().unwrap().serial = "T".to_owned();
@@ -214,7 +214,7 @@ proptest! {
         wraps: bool,
     ) {
         let mut disk = Disk::new(512, 0);
-        let mut record = Record::default();
+        let mut record = DiskRecord::default();
         if wraps {
             disk.seen.after = Sectors { read: super::WRAP - 9000, written: super::WRAP - 9000 };
             disk.look(&mut record);

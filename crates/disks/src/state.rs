@@ -23,7 +23,7 @@ use burgeon_block::{Digest, Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
 
-use crate::record::Record;
+use crate::record::DiskRecord;
 
 const MAGIC: &str = "burgeon disks ";
 const VERSION: &str = "1";
@@ -38,7 +38,7 @@ const LOCK_TIME: Duration = Duration::from_secs(10);
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct State {
     /// The records.
-    pub disks: BTreeMap<String, Record>,
+    pub disks: BTreeMap<String, DiskRecord>,
 }
 
 impl State {
@@ -78,7 +78,7 @@ impl State {
     }
 
     /// The record of `key`, perhaps a new one in place of the one seen least recently.
-    pub fn record(&mut self, key: &str) -> &mut Record {
+    pub fn record(&mut self, key: &str) -> &mut DiskRecord {
         if !self.disks.contains_key(key) && self.disks.len() >= DISKS_MAX {
             let oldest = self.disks.iter().min_by_key(|(_, record)| record.last_s);
             if let Some(oldest) = oldest.map(|(key, _)| key.clone()) {

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::{
     kernel::KernelDisk,
-    record::{Figures, Observation, Record},
+    record::{DiskRecord, Figures, Observation},
     report::{DriveReport, Figure, Trouble, Unit},
     smartctl::Smartctl,
     state::Locked,
@@ -78,7 +78,7 @@ pub fn survey(
         let disk = &disks[index];
         result.push(look.map(|(seen, notes)| match disk.key() {
             Some(key) => shown(disk, state.record(&key), &seen, notes, true),
-            None => shown(disk, &mut Record::default(), &seen, notes, false),
+            None => shown(disk, &mut DiskRecord::default(), &seen, notes, false),
         }));
     }
     locked.publish()?;
@@ -143,7 +143,7 @@ fn unit_unknown(figure: &Figure) -> String {
 
 fn shown(
     disk: &KernelDisk,
-    record: &mut Record,
+    record: &mut DiskRecord,
     seen: &Observation,
     mut notes: Vec<String>,
     is_kept: bool,

@@ -5,7 +5,7 @@
 use std::{fs, path::PathBuf};
 
 use burgeon_disks::{
-    CANDIDATES, DriveReport, Figure, Observation, REPORT_MAX, Record, Sectors, Source, Trouble,
+    CANDIDATES, DiskRecord, DriveReport, Figure, Observation, REPORT_MAX, Sectors, Source, Trouble,
     Unit,
 };
 use serde_json::{Value, json};
@@ -122,7 +122,7 @@ fn later(name: &str, unit: u64, moved: u64) -> DriveReport {
 fn the_unit_of_each_candidate_is_measured_from_later_reports() {
     for name in ["unknown-dramless", "unknown-attribute", "gb-in-the-name"] {
         for unit in CANDIDATES {
-            let mut record = Record::default();
+            let mut record = DiskRecord::default();
             let mut found = Vec::new();
             for round in 0..7 {
                 let moved = unit * 777 * round;

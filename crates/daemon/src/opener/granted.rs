@@ -45,17 +45,17 @@ pub(super) struct Granted {
 struct Known {
     /// The folder, which stays open, because its path may come to lead to another one.
     folder: Option<Arc<OwnedFd>>,
-    records: Arc<Vec<Arc<Record>>>,
+    records: Arc<Vec<Arc<OpenRecord>>>,
 }
 
-struct Record {
+struct OpenRecord {
     file: File,
     /// Device and inode, which no other file has while this one is open.
     identity: (u64, u64),
     grants: Grants,
 }
 
-impl Record {
+impl OpenRecord {
     fn is_current(&self) -> bool {
         self.file.metadata().is_ok_and(|metadata| metadata.nlink() > 0)
     }
@@ -101,7 +101,7 @@ impl Granted {
     /// The first result of `look` at the grants of a mount that lives now.
     fn first<T>(&self, look: impl Fn(&Grants) -> Option<T>) -> Option<T> {
         let known = Arc::clone(&self.known().records);
-        let look = |records: &[Arc<Record>]| {
+        let look = |records: &[Arc<OpenRecord>]| {
             records
                 .iter()
                 .filter(|record| record.is_current())
@@ -111,7 +111,7 @@ impl Granted {
     }
 
     /// The records that are there now. Waits for nobody: each caller reads for itself.
-    fn read_again(&self, known: &[Arc<Record>]) -> Arc<Vec<Arc<Record>>> {
+    fn read_again(&self, known: &[Arc<OpenRecord>]) -> Arc<Vec<Arc<OpenRecord>>> {
         let Some(folder) = self.folder() else { return Arc::default() };
         let entries = fs::read_dir(link_to(&*folder)).into_iter().flatten().flatten();
         let names = entries.map(|entry| entry.file_name());
@@ -127,7 +127,7 @@ impl Granted {
                 return Some(Arc::clone(record));
             }
             match grants::read(&file) {
-                Ok(grants) => Some(Arc::new(Record { file, identity, grants })),
+                Ok(grants) => Some(Arc::new(OpenRecord { file, identity, grants })),
                 Err(error) => {
                     tracing::error!(mount = ?name, %error, "cannot use the record of the files that the mount may read");
                     None

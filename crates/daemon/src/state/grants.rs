@@ -28,7 +28,7 @@ use crate::{
     state::{files, paths::StateDir},
 };
 
-/// The version of [`Record`] that this program writes and reads.
+/// The version of [`GrantRecord`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
 /// Longest record, in bytes.
@@ -54,7 +54,7 @@ pub(crate) struct Grants {
 
 /// Contents of `grants/<id>`.
 #[derive(Serialize, Deserialize)]
-struct Record {
+struct GrantRecord {
     format: u32,
     #[serde(flatten)]
     grants: Grants,
@@ -174,7 +174,7 @@ impl Grants {
 pub(crate) fn publish(state: &StateDir, id: MountId, grants: &Grants) -> Result<()> {
     let path = state.grant(id);
     let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
-    let record = Record { format: FORMAT, grants: grants.clone() };
+    let record = GrantRecord { format: FORMAT, grants: grants.clone() };
     let bytes = serde_json::to_vec(&record).map_err(|e| {
         Error::with_source(ErrorKind::Invalid, format!("cannot describe {}", path.display()), e)
     })?;
@@ -212,7 +212,7 @@ pub(crate) fn read(file: &File) -> Result<Grants> {
         let what = format!("the record is longer than {RECORD_MAX} bytes");
         return Err(Error::new(ErrorKind::Corrupt, what));
     }
-    let record: Record = serde_json::from_slice(&bytes)
+    let record: GrantRecord = serde_json::from_slice(&bytes)
         .map_err(|e| Error::with_source(ErrorKind::Corrupt, "the record is damaged", e))?;
     if record.format != FORMAT {
         let what = format!("the record has the unknown format {}", record.format);
