@@ -303,8 +303,8 @@ pub const BUGS: &[Bug] = &[
         "the oldest version in the log counts",
         &[(
             "recover.rs",
-            "                map.insert(*key, Entry { number, place, check: *check });",
-            "                let entry = Entry { number, place, check: *check };\n                if BUG { map.entry(*key).or_insert(entry); } else { map.insert(*key, entry); }",
+            "                map.insert(*key, DirtyVersion { number, place, check: *check });",
+            "                let entry = DirtyVersion { number, place, check: *check };\n                if BUG { map.entry(*key).or_insert(entry); } else { map.insert(*key, entry); }",
         )],
     ),
     bug(

@@ -61,7 +61,7 @@ pub(crate) enum Want {
 
 /// A dirty version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct DirtyVersion {
     /// Its record.
     pub(crate) number: u64,
     /// Its block of the log.
@@ -69,7 +69,7 @@ pub(crate) struct Entry {
     pub(crate) check: u32,
 }
 
-impl Entry {
+impl DirtyVersion {
     /// A version that is lost.
     pub(crate) fn lost(number: u64) -> Self {
         Self { number, place: LOST, check: 0 }
@@ -96,7 +96,7 @@ pub(crate) enum Segment {
 
 /// The result of recovery.
 pub(crate) struct Found {
-    pub(crate) map: BTreeMap<Key, Entry>,
+    pub(crate) map: BTreeMap<Key, DirtyVersion>,
     pub(crate) segments: Vec<Segment>,
     /// Not below any number that a record has had.
     pub(crate) next: u64,
@@ -116,7 +116,7 @@ pub(crate) enum Refused {
 }
 
 pub(crate) struct State {
-    pub(crate) map: BTreeMap<Key, Entry>,
+    pub(crate) map: BTreeMap<Key, DirtyVersion>,
     pub(crate) segments: Vec<Segment>,
     /// The open segment, its first record, its birth, and its next free block.
     open: Option<(u32, u64, u64, u32)>,
@@ -215,7 +215,7 @@ impl Log {
     }
 
     /// The dirty version of a block.
-    pub(crate) fn find(&self, key: Key) -> Option<Entry> {
+    pub(crate) fn find(&self, key: Key) -> Option<DirtyVersion> {
         if self.used.load(SeqCst) == 0 {
             return None;
         }
@@ -345,7 +345,7 @@ impl Log {
             Ok(()) => {
                 for (index, (key, check)) in record.blocks.iter().enumerate() {
                     let place = place + 1 + index as u32;
-                    let entry = Entry { number: record.number, place, check: *check };
+                    let entry = DirtyVersion { number: record.number, place, check: *check };
                     state.map.insert(*key, entry);
                 }
                 state.next += 1;
@@ -364,7 +364,7 @@ impl Log {
                 state.has_failed = true;
                 for (key, _) in &record.blocks {
                     let former = state.map.get(key).map_or(record.number, |entry| entry.number);
-                    state.map.insert(*key, Entry::lost(former));
+                    state.map.insert(*key, DirtyVersion::lost(former));
                 }
             }
         }
@@ -431,7 +431,7 @@ impl Log {
         &self,
         file: &impl LocalFile,
         key: Key,
-        entry: Entry,
+        entry: DirtyVersion,
         bytes: &mut [u8],
     ) -> Result<bool> {
         if entry.is_lost() {
@@ -479,7 +479,7 @@ impl Log {
 
     /// The tail once these segments, the oldest, are retired; and their versions by address, with all
     /// that are lost.
-    pub(crate) fn versions(&self, segments: &[u32]) -> (u64, Vec<(Key, Entry)>) {
+    pub(crate) fn versions(&self, segments: &[u32]) -> (u64, Vec<(Key, DirtyVersion)>) {
         let state = self.state();
         let stays = state.segments.iter().enumerate().filter_map(|(at, segment)| match segment {
             Segment::Closed { first, .. } if !segments.contains(&(at as u32)) => Some(*first),
@@ -487,7 +487,7 @@ impl Log {
         });
         let open = state.open.map(|(_, first, ..)| first);
         let tail = stays.chain(open).min().unwrap_or(state.next);
-        let is_there = |entry: &Entry| match entry.is_lost() {
+        let is_there = |entry: &DirtyVersion| match entry.is_lost() {
             true => entry.number < tail,
             false => segments.contains(&self.segment_of(entry.place)),
         };

@@ -14,7 +14,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 use crate::{
     format::{Layout, LogHead},
     keys::Key,
-    log::{Entry, Found, Segment, segment_blocks},
+    log::{DirtyVersion, Found, Segment, segment_blocks},
     record::LogRecord,
     sets::check_of,
 };
@@ -78,9 +78,9 @@ pub(crate) fn recover(
             }
             let (number, place) = (record.number, place + 1 + index as u32);
             if *whole {
-                map.insert(*key, Entry { number, place, check: *check });
+                map.insert(*key, DirtyVersion { number, place, check: *check });
             } else if is_durable {
-                map.insert(*key, Entry::lost(number));
+                map.insert(*key, DirtyVersion::lost(number));
             }
         }
     }

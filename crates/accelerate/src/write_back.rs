@@ -23,7 +23,7 @@ use crate::{
     counters::{Count, Counts},
     keys::Key,
     locks::Span,
-    log::{Entry, Heads, Log, Refused, Want},
+    log::{DirtyVersion, Heads, Log, Refused, Want},
     store::Store,
 };
 
@@ -206,11 +206,11 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Writes versions, which are sorted by address.
-    fn write_versions(&self, log: &Log, versions: &[(Key, Entry)]) -> Result<()> {
+    fn write_versions(&self, log: &Log, versions: &[(Key, DirtyVersion)]) -> Result<()> {
         let mut rest = versions;
         let mut pages = self.pages(RUN_MAX as u64 * BLOCK_SIZE)?;
         while let Some((first, _)) = rest.first() {
-            let adjoins = |(index, (key, _)): (usize, &(Key, Entry))| {
+            let adjoins = |(index, (key, _)): (usize, &(Key, DirtyVersion))| {
                 key.device == first.device && key.block == first.block + index as u64
             };
             let len = rest.iter().take(RUN_MAX).enumerate().take_while(|run| adjoins(*run)).count();
@@ -235,7 +235,14 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Offers a block to the policy that is on the slow device now, unless somebody has it.
-    fn keep_written(&self, log: &Log, key: Key, entry: Entry, bytes: &[u8], counts: &Counts) {
+    fn keep_written(
+        &self,
+        log: &Log,
+        key: Key,
+        entry: DirtyVersion,
+        bytes: &[u8],
+        counts: &Counts,
+    ) {
         let span = Span { device: key.device, first: key.block, end: key.block + 1 };
         let Some(_locked) = self.locks.try_lock(span) else { return };
         if log.find(key) == Some(entry) && self.sets().find(key).is_none() {

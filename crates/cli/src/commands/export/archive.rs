@@ -32,7 +32,7 @@ const NAME_MAX: usize = 100;
 type Xattrs = [(Box<[u8]>, Box<[u8]>)];
 
 /// The properties of one entry.
-pub(super) struct Entry<'a> {
+pub(super) struct ArchiveEntry<'a> {
     /// Its path in the archive.
     pub(super) path: &'a [u8],
     pub(super) stat: &'a Statx,
@@ -65,7 +65,7 @@ impl Archive {
 
     /// Writes the headers of an entry. Its data follows by [`Self::data`], and then
     /// [`Self::end_of_data`].
-    pub(super) fn begin(&mut self, entry: &Entry<'_>, content: &Content<'_>) -> Result<()> {
+    pub(super) fn begin(&mut self, entry: &ArchiveEntry<'_>, content: &Content<'_>) -> Result<()> {
         let stat = entry.stat;
         let mut records = Vec::new();
         let mut header = Header::new_ustar();

@@ -31,7 +31,7 @@ use rustix::{
 };
 
 use super::{
-    archive::{Archive, Content, Entry},
+    archive::{Archive, ArchiveEntry, Content},
     text,
 };
 
@@ -254,7 +254,7 @@ impl<'a> Walk<'a> {
             Error::io(format!("cannot read the attributes of {} of {}", text(path), self.shown), e)
         })?;
         self.walked.entries += 1;
-        self.archive.begin(&Entry { path, stat, xattrs: &xattrs }, content)
+        self.archive.begin(&ArchiveEntry { path, stat, xattrs: &xattrs }, content)
     }
 
     fn stat(&self, at: impl AsFd, path: &[u8]) -> Result<Statx> {
