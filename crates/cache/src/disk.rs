@@ -26,7 +26,7 @@ pub struct Space {
 
 /// How a file is read and written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Access {
+pub enum IoMode {
     /// In whole blocks, past the page cache where the file system allows it.
     Blocks,
     /// In any lengths, through the page cache.
@@ -43,9 +43,9 @@ pub trait Disk: Send + Sync + 'static {
     /// The names of its files.
     fn list(&self) -> Result<Vec<String>>;
     /// Makes the file, which must not be there.
-    fn create(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>>;
+    fn create(&self, name: &str, access: IoMode) -> Result<Box<dyn DiskFile>>;
     /// Opens the file.
-    fn open(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>>;
+    fn open(&self, name: &str, access: IoMode) -> Result<Box<dyn DiskFile>>;
     /// Renames a file, and replaces another. Durable after [`Self::sync`].
     fn rename(&self, from: &str, to: &str) -> Result<()>;
     /// Removes the file.
@@ -107,7 +107,7 @@ impl Folder {
         options
     }
 
-    fn file(&self, name: &str, access: Access, create: bool) -> Result<Box<dyn DiskFile>> {
+    fn file(&self, name: &str, access: IoMode, create: bool) -> Result<Box<dyn DiskFile>> {
         let path = self.path.join(name);
         let open = |direct: bool, create| Self::options(direct).create_new(create).open(&path);
         let in_memory = IN_MEMORY.contains(&self.kind);
@@ -115,7 +115,7 @@ impl Folder {
             Ok(Box::new(FolderFile { file, path: path.clone(), direct, in_memory }) as _)
         };
         let error = |error| failed("open", &path, error);
-        if access == Access::Bytes {
+        if access == IoMode::Bytes {
             return wrap(open(false, create).map_err(error)?, false);
         }
         match open(true, create).and_then(|file| probe(&file).map(|()| file)) {
@@ -191,11 +191,11 @@ impl Disk for Folder {
         Ok(names)
     }
 
-    fn create(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>> {
+    fn create(&self, name: &str, access: IoMode) -> Result<Box<dyn DiskFile>> {
         self.file(name, access, true)
     }
 
-    fn open(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>> {
+    fn open(&self, name: &str, access: IoMode) -> Result<Box<dyn DiskFile>> {
         self.file(name, access, false)
     }
 

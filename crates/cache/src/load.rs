@@ -8,7 +8,7 @@ use crate::{
     Why,
     arena::{self, ARENAS_MAX, Arena},
     checkpoint::{self, Step},
-    disk::{Access, DiskFile},
+    disk::{DiskFile, IoMode},
     journal::{self, Event, RECORD, Record},
     persist::{Persist, UNFINISHED, checkpoint_name, journal_name, number_of, remove_older},
     shared::{Shared, lock},
@@ -111,7 +111,7 @@ fn open_arenas(shared: &Shared, names: &[String]) -> Result<Known> {
         // A name is used once, also that of a file that cannot be opened.
         let next = shared.next_arena.load(Relaxed).max(u64::from(id) + 1);
         shared.next_arena.store(next, Relaxed);
-        let file = match shared.disk.open(name, Access::Blocks) {
+        let file = match shared.disk.open(name, IoMode::Blocks) {
             Ok(file) if known.len() < ARENAS_MAX - 1 => file,
             Ok(_) => {
                 if let Err(error) = shared.disk.remove(name) {
@@ -195,7 +195,7 @@ fn read_parts(
 }
 
 fn read_checkpoint(shared: &Shared, number: u64, each: &mut impl FnMut(&[Record])) {
-    let Ok(file) = shared.disk.open(&checkpoint_name(number), Access::Bytes) else { return };
+    let Ok(file) = shared.disk.open(&checkpoint_name(number), IoMode::Bytes) else { return };
     let Ok((len, taken)) = file.sizes() else { return };
     let mut header = [0; checkpoint::HEADER];
     let is_read = file.read_at(0, &mut header).is_ok();
@@ -230,7 +230,7 @@ fn read_checkpoint(shared: &Shared, number: u64, each: &mut impl FnMut(&[Record]
 }
 
 fn read_journal(shared: &Shared, number: u64, each: &mut impl FnMut(Record)) -> u64 {
-    let Ok(file) = shared.disk.open(&journal_name(number), Access::Bytes) else { return 0 };
+    let Ok(file) = shared.disk.open(&journal_name(number), IoMode::Bytes) else { return 0 };
     let Ok((len, _)) = file.sizes() else { return 0 };
     let mut header = [0; RECORD];
     let is_read = file.read_at(0, &mut header).is_ok();

@@ -11,7 +11,7 @@ use burgeon_block::Result;
 
 use crate::{
     checkpoint,
-    disk::{Access, DiskFile},
+    disk::{DiskFile, IoMode},
     journal::{self, Event, RECORD, Record},
     shared::{Shared, lock},
     slots::ARENA_BLOCKS_MAX,
@@ -102,7 +102,7 @@ impl Persist {
 
     fn begin_journal(&mut self, shared: &Shared) -> Result<&mut Journal> {
         self.number += 1;
-        let file = shared.disk.create(&journal_name(self.number), Access::Bytes)?;
+        let file = shared.disk.create(&journal_name(self.number), IoMode::Bytes)?;
         let id = random();
         file.write_at(0, &journal::header(self.number, id))?;
         Ok(self.journal.insert(Journal { file, id, records: 0 }))
@@ -136,7 +136,7 @@ impl Persist {
         if shared.disk.list()?.iter().any(|name| name == UNFINISHED) {
             shared.disk.remove(UNFINISHED)?;
         }
-        let file = shared.disk.create(UNFINISHED, Access::Bytes)?;
+        let file = shared.disk.create(UNFINISHED, IoMode::Bytes)?;
         let id = random();
         file.write_at(0, &checkpoint::header(self.number, id))?;
         let len = checkpoint::HEADER as u64;

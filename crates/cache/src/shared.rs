@@ -23,7 +23,7 @@ use crate::{
     CHUNK_LEN_MAX, ChunkKey, Place, Report, Settings,
     admin::{Admin, Current, Freed, Room},
     arena::{self, Arena, Arenas, spare},
-    disk::{Access, Disk, Space},
+    disk::{Disk, IoMode, Space},
     gate::Gate,
     index::Index,
     memory_fifo::MemoryFifo,
@@ -192,7 +192,7 @@ impl Shared {
             arena.id.store(id, Relaxed);
             return Ok((index, blocks));
         }
-        let file = self.disk.create(&arena::name(id), Access::Blocks)?;
+        let file = self.disk.create(&arena::name(id), IoMode::Blocks)?;
         let index = self.arenas.push(Arena::new(file, id, 0)).ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "the cache has as many arenas as it may")
         })?;

@@ -27,7 +27,7 @@ use burgeon_block::{ByteRange, Pages};
 use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
-    btrfs_mount::{Access, Btrfs, forget},
+    btrfs_mount::{Btrfs, MountAccess, forget},
     reflink::{clone_blocks, make_nodatasum},
     serve,
 };
@@ -162,7 +162,7 @@ impl Mounted {
     }
 
     fn area(&self) -> File {
-        let top = Btrfs::mount(self.devices[0].path(), 5, Access::Writable).unwrap();
+        let top = Btrfs::mount(self.devices[0].path(), 5, MountAccess::Writable).unwrap();
         let top = top.open_root().unwrap();
         File::open(format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd())).unwrap()
     }

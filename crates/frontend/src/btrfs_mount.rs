@@ -98,7 +98,7 @@ pub struct DeviceInfo {
 
 /// The writability of a mount.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Access {
+pub enum MountAccess {
     /// No writes; the only way to mount a seed alone.
     ReadOnly,
     /// Writes go to the sprout.
@@ -116,7 +116,7 @@ impl Btrfs {
         let [first, ..] = devices else {
             return Err(Error::new(ErrorKind::Invalid, "a seed needs a device to mount"));
         };
-        Self::scan_and_mount(devices, first, subvolume, Access::ReadOnly)
+        Self::scan_and_mount(devices, first, subvolume, MountAccess::ReadOnly)
     }
 
     /// Mounts the file system of `device`, which is one of `devices`. Between the scan and the
@@ -127,7 +127,7 @@ impl Btrfs {
         devices: &[&Path],
         device: &Path,
         subvolume: u64,
-        access: Access,
+        access: MountAccess,
     ) -> Result<Self> {
         let mut tries = 0;
         loop {
@@ -154,7 +154,7 @@ impl Btrfs {
         seed: &[&Path],
         sprout: &Path,
         subvolume: u64,
-        access: Access,
+        access: MountAccess,
     ) -> Result<Self> {
         Self::scan_and_mount(&[seed, &[sprout]].concat(), sprout, subvolume, access)
     }
@@ -162,11 +162,15 @@ impl Btrfs {
     /// Mounts the file system that `device` belongs to; all its devices have been scanned.
     ///
     /// `NotFound` if one of them is missing, `LocalIo` with the kernel's own words otherwise.
-    pub fn mount(device: &Path, subvolume: u64, access: Access) -> Result<Self> {
+    pub fn mount(device: &Path, subvolume: u64, access: MountAccess) -> Result<Self> {
         Self::try_mount(device, subvolume, access).map_err(|(_, error)| error)
     }
 
-    fn try_mount(device: &Path, subvolume: u64, access: Access) -> Result<Self, (Errno, Error)> {
+    fn try_mount(
+        device: &Path,
+        subvolume: u64,
+        access: MountAccess,
+    ) -> Result<Self, (Errno, Error)> {
         let what = || format!("cannot mount btrfs from {}", device.display());
         let context = fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC);
         let context = context.map_err(|errno| (errno, no_btrfs(errno)))?;
@@ -174,7 +178,7 @@ impl Btrfs {
             fsconfig_set_string(&context, "source", device)?;
             fsconfig_set_string(&context, "subvolid", subvolume.to_string())?;
             fsconfig_set_flag(&context, "nodiscard")?;
-            if access == Access::ReadOnly {
+            if access == MountAccess::ReadOnly {
                 fsconfig_set_flag(&context, "ro")?;
             }
             fsconfig_create(&context)?;
@@ -216,7 +220,7 @@ impl Btrfs {
     }
 
     /// True if the whole file system is read-only, and not just a mount of it. One that is mounted
-    /// elsewhere stays as it is if it is mounted once more with [`Access::ReadOnly`].
+    /// elsewhere stays as it is if it is mounted once more with [`MountAccess::ReadOnly`].
     pub fn is_read_only(&self) -> Result<bool> {
         let stat = fstatvfs(self.open_root()?);
         let stat = stat.map_err(|e| failed("cannot ask btrfs whether it is read-only", e))?;

@@ -30,7 +30,7 @@
 //!   device panics gets EIO.
 //! - The last task has let go of its request before [`Life::drain`] returns.
 
-mod access;
+mod changes;
 mod life;
 mod tasks;
 #[cfg(test)]
@@ -54,7 +54,7 @@ use tokio::{runtime::Handle, sync::Semaphore};
 
 pub use self::life::End;
 pub(crate) use self::{
-    access::{Access, ReadOnly, Writable},
+    changes::{Changes, ReadOnly, Writable},
     life::Life,
 };
 use crate::slots::Slots;
@@ -247,7 +247,7 @@ pub(crate) struct Engine<D, A> {
     access: PhantomData<fn() -> A>,
 }
 
-impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
+impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
     /// Tasks run on `runtime`, and their memory is at most `memory_max` bytes, or one request's.
     /// `Invalid` if the device's shape is none, or a read-only one to be written to.
     pub(crate) fn new(

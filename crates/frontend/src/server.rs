@@ -48,7 +48,7 @@ use self::{
 };
 use crate::{
     engine::{
-        self, Access, Arrival, Call, End, Engine, Handled, LEN_MAX, Life, Load, Loading, ReadOnly,
+        self, Arrival, Call, Changes, End, Engine, Handled, LEN_MAX, Life, Load, Loading, ReadOnly,
         Writable,
     },
     fuse::{Operation, READ_BUFFER_MIN, Request, WRITE_HEAD_LEN},
@@ -127,7 +127,7 @@ pub fn serve_writable<D: WritableDevice>(
     start::<D, Writable>(fuse, slots, device, options)
 }
 
-fn start<D: BlockDevice, A: Access<D>>(
+fn start<D: BlockDevice, A: Changes<D>>(
     fuse: OwnedFd,
     slots: Arc<Slots>,
     device: Arc<D>,
@@ -234,7 +234,7 @@ impl Drop for Leaving {
     }
 }
 
-impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
+impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
     /// A reader thread's life.
     fn run(self: Arc<Self>, role: Role) {
         let _leaving = Leaving((role == Role::Helper).then(|| self.readers.clone()));
@@ -394,7 +394,7 @@ struct ReaderCall<'a, D, A> {
     payload: Option<Pages>,
 }
 
-impl<D: BlockDevice, A: Access<D>> Call for ReaderCall<'_, D, A> {
+impl<D: BlockDevice, A: Changes<D>> Call for ReaderCall<'_, D, A> {
     type Parked = Parked;
 
     #[inline]
@@ -444,7 +444,7 @@ impl<D: BlockDevice, A: Access<D>> Call for ReaderCall<'_, D, A> {
 }
 
 /// Checks every [`IDLE`] whether there are reads, until there are none.
-async fn watch<D: BlockDevice, A: Access<D>>(worker: Weak<Worker<D, A>>) {
+async fn watch<D: BlockDevice, A: Changes<D>>(worker: Weak<Worker<D, A>>) {
     loop {
         tokio::time::sleep(IDLE).await;
         let Some(worker) = worker.upgrade() else { return };

@@ -19,7 +19,7 @@ use std::{
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
-    btrfs_mount::{Access, Btrfs, attach, forget},
+    btrfs_mount::{Btrfs, MountAccess, attach, forget},
     serve,
 };
 use common::{Watchdog, runtime};
@@ -122,9 +122,13 @@ fn a_seed_sprouts_and_its_sprout_mounts_again() {
     // All of it again, as after a reboot.
     let devices = Devices::of(&seed, folder.path());
     let sprout_device = sprout(folder.path());
-    let again =
-        Btrfs::mount_sprout(&devices.seed(), sprout_device.path(), SUBVOLUME, Access::Writable)
-            .unwrap();
+    let again = Btrfs::mount_sprout(
+        &devices.seed(),
+        sprout_device.path(),
+        SUBVOLUME,
+        MountAccess::Writable,
+    )
+    .unwrap();
     assert_eq!(again.fsid().unwrap(), fsid);
     for name in ["new", "clone", "lazy"] {
         assert_eq!(fs::read(path_of(&again, name)).unwrap(), seed.content(), "{name}");
@@ -151,7 +155,7 @@ fn grow(mounted: &Btrfs, device: &LoopDevice, file: &Path) {
     assert_eq!(size(mounted), SPROUT_LEN);
     File::options().write(true).open(file).unwrap().set_len(2 * SPROUT_LEN).unwrap();
     device.grow().unwrap();
-    let second = Btrfs::mount(device.path(), SUBVOLUME, Access::Writable).unwrap();
+    let second = Btrfs::mount(device.path(), SUBVOLUME, MountAccess::Writable).unwrap();
     second.grow_device(3).unwrap();
     assert_eq!(size(mounted), 2 * SPROUT_LEN);
 }

@@ -25,7 +25,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange};
 use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
 use burgeon_frontend::{
     LoopDevice, LoopOptions, Slots,
-    btrfs_mount::{Access, Btrfs, attach, forget},
+    btrfs_mount::{Btrfs, MountAccess, attach, forget},
     reflink::{clone_blocks, make_nodatasum},
 };
 use common::{Lazy, block_ok, runtime};
@@ -90,7 +90,7 @@ impl Rig {
 
     /// The virtual area's file, by a detached mount of the top level: it is in no mounted tree.
     fn area(&self) -> File {
-        let top = Btrfs::mount(self.sprout.path(), TOP_LEVEL, Access::Writable).unwrap();
+        let top = Btrfs::mount(self.sprout.path(), TOP_LEVEL, MountAccess::Writable).unwrap();
         let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_fd().as_raw_fd());
         File::open(path).unwrap()
     }
@@ -142,7 +142,8 @@ impl Rig {
         let rig = Self::serve(seed, folder);
         let devices = [rig.metadata.path(), rig.data.path()];
         let sprout = rig.sprout.path();
-        let mount = Btrfs::mount_sprout(&devices, sprout, SUBVOLUME, Access::Writable).unwrap();
+        let mount =
+            Btrfs::mount_sprout(&devices, sprout, SUBVOLUME, MountAccess::Writable).unwrap();
         attach(&mount, File::open(rig.mnt()).unwrap()).unwrap();
         rig
     }

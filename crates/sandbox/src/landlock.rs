@@ -15,7 +15,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 /// The access allowed at a path and below it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Access {
+pub(crate) enum AccessRights {
     /// Reading files, listing folders.
     Read,
     /// The same, and writing, making and removing files, folders and sockets.
@@ -103,15 +103,15 @@ impl Ruleset {
     }
 
     /// Allows `access` at and below `path`, following symlinks. `NotFound` if there is nothing.
-    pub(crate) fn allow(&self, path: &Path, access: Access) -> Result<()> {
+    pub(crate) fn allow(&self, path: &Path, access: AccessRights) -> Result<()> {
         let failed = |e| Error::io(format!("cannot allow {} in a sandbox", path.display()), e);
         let parent = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
             .map_err(|e| failed(e.into()))?;
         let stat = rustix::fs::fstat(&parent).map_err(|e| failed(e.into()))?;
         let mut allowed = self.handled
             & match access {
-                Access::Read => READ_FILE | READ_DIR,
-                Access::Write => {
+                AccessRights::Read => READ_FILE | READ_DIR,
+                AccessRights::Write => {
                     READ_FILE
                         | READ_DIR
                         | WRITE_FILE
@@ -123,7 +123,7 @@ impl Ruleset {
                         | MAKE_SOCK
                         | REFER
                 }
-                Access::Device => READ_FILE | READ_DIR | WRITE_FILE | IOCTL_DEV,
+                AccessRights::Device => READ_FILE | READ_DIR | WRITE_FILE | IOCTL_DEV,
             };
         if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
             allowed &= FILE_RIGHTS;

@@ -34,7 +34,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::thread::CapabilitySet;
 
-use self::landlock::Access;
+use self::landlock::AccessRights;
 pub use self::probe::allowed;
 
 /// The rights that a process keeps in its sandbox; everything else is refused.
@@ -48,9 +48,9 @@ pub struct Sandbox {
     /// Makes mounts: Landlock, which would prevent that, guards no files.
     mounts: bool,
     /// Each must exist.
-    files: Vec<(PathBuf, Access)>,
+    files: Vec<(PathBuf, AccessRights)>,
     /// Each may be missing.
-    system_files: Vec<(PathBuf, Access)>,
+    system_files: Vec<(PathBuf, AccessRights)>,
 }
 
 /// Files of name resolvers and TLS libraries. Not `/etc` as a whole, because of `shadow` and the
@@ -112,7 +112,7 @@ impl Sandbox {
     /// Allows reading at and below `path`. Keeps the capability needed for another user's folder.
     pub fn read(mut self, path: &Path) -> Self {
         self.keep_for(path, CapabilitySet::DAC_READ_SEARCH);
-        self.files.push((path.to_owned(), Access::Read));
+        self.files.push((path.to_owned(), AccessRights::Read));
         self
     }
 
@@ -120,20 +120,20 @@ impl Sandbox {
     /// needed for another user's folder.
     pub fn write(mut self, path: &Path) -> Self {
         self.keep_for(path, CapabilitySet::DAC_OVERRIDE);
-        self.files.push((path.to_owned(), Access::Write));
+        self.files.push((path.to_owned(), AccessRights::Write));
         self
     }
 
     /// Allows reading every file of the host, of any owner.
     pub fn read_everything(mut self) -> Self {
         self.keeps |= CapabilitySet::DAC_READ_SEARCH;
-        self.files.push((PathBuf::from("/"), Access::Read));
+        self.files.push((PathBuf::from("/"), AccessRights::Read));
         self
     }
 
     /// Allows opening the device `path`, or the devices in that folder, if it exists.
     pub fn device(mut self, path: &Path) -> Self {
-        self.system_files.push((path.to_owned(), Access::Device));
+        self.system_files.push((path.to_owned(), AccessRights::Device));
         self
     }
 
@@ -155,7 +155,7 @@ impl Sandbox {
 
     /// Allows reading at and below those of these paths that exist, with the rights of the user.
     pub fn read_if_there(mut self, paths: impl IntoIterator<Item = PathBuf>) -> Self {
-        self.system_files.extend(paths.into_iter().map(|path| (path, Access::Read)));
+        self.system_files.extend(paths.into_iter().map(|path| (path, AccessRights::Read)));
         self
     }
 

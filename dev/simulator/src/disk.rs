@@ -7,7 +7,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Result};
-use burgeon_cache::disk::{Access, Disk as Folder, DiskFile, Space};
+use burgeon_cache::disk::{Disk as Folder, DiskFile, IoMode, Space};
 use testkit::Rng;
 
 const SECTOR: usize = 512;
@@ -409,7 +409,7 @@ impl Folder for Disk {
         Ok(state.names.keys().cloned().collect())
     }
 
-    fn create(&self, name: &str, _: Access) -> Result<Box<dyn DiskFile>> {
+    fn create(&self, name: &str, _: IoMode) -> Result<Box<dyn DiskFile>> {
         let mut state = self.state();
         state.change_names()?;
         state.files.push(File::default());
@@ -418,7 +418,7 @@ impl Folder for Disk {
         Ok(Box::new(SimFile { disk: self.clone(), number }))
     }
 
-    fn open(&self, name: &str, _: Access) -> Result<Box<dyn DiskFile>> {
+    fn open(&self, name: &str, _: IoMode) -> Result<Box<dyn DiskFile>> {
         let number = self.state().number(name)?;
         Ok(Box::new(SimFile { disk: self.clone(), number }))
     }

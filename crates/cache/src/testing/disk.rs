@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Result};
 
-use crate::disk::{Access, Disk, DiskFile, Space};
+use crate::disk::{Disk, DiskFile, IoMode, Space};
 
 type Block = Arc<[u8]>;
 type Names = BTreeMap<String, usize>;
@@ -244,7 +244,7 @@ impl Disk for CrashingDisk {
         Ok(self.lock().names.keys().cloned().collect())
     }
 
-    fn create(&self, name: &str, _: Access) -> Result<Box<dyn DiskFile>> {
+    fn create(&self, name: &str, _: IoMode) -> Result<Box<dyn DiskFile>> {
         let mut state = self.lock();
         if state.names.contains_key(name) {
             return Err(error(ErrorKind::LocalIo, "the file is there already"));
@@ -257,7 +257,7 @@ impl Disk for CrashingDisk {
         Ok(Box::new(Handle { disk: self.clone(), file }))
     }
 
-    fn open(&self, name: &str, _: Access) -> Result<Box<dyn DiskFile>> {
+    fn open(&self, name: &str, _: IoMode) -> Result<Box<dyn DiskFile>> {
         let missing = || error(ErrorKind::NotFound, "there is no such file");
         let file = *self.lock().names.get(name).ok_or_else(missing)?;
         Ok(Box::new(Handle { disk: self.clone(), file }))

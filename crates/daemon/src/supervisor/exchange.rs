@@ -30,7 +30,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
     Connection, LoopDevice,
-    btrfs_mount::{Access, Btrfs},
+    btrfs_mount::{Btrfs, MountAccess},
 };
 use serde::{Deserialize, Serialize};
 
@@ -118,8 +118,9 @@ impl Exchange {
         let instance = self.instance()?;
         let mount = |access| Btrfs::mount(&self.local_device, SUBVOLUME, access);
         let mounted = match self.writable {
-            true => mount(Access::Writable).or_else(|e| mount(Access::ReadOnly).map_err(|_| e)),
-            false => mount(Access::ReadOnly),
+            true => mount(MountAccess::Writable)
+                .or_else(|e| mount(MountAccess::ReadOnly).map_err(|_| e)),
+            false => mount(MountAccess::ReadOnly),
         };
         let root = mounted?.open_root()?;
         // If its last user has unmounted it just now, it was mounted anew.

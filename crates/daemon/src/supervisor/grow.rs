@@ -15,7 +15,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
-use burgeon_frontend::btrfs_mount::{Access, Btrfs};
+use burgeon_frontend::btrfs_mount::{Btrfs, MountAccess};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -65,7 +65,7 @@ pub(crate) fn grow(grow: &Grow) -> Result<Step> {
     let Grow { fsid, path, device, device_id, reserved, wanted } = grow;
     // Never mount it writable to find out: that would undo the user's `mount -o remount,ro`. If
     // btrfs has forced it read-only, the kernel refuses and logs a line.
-    if Btrfs::mount(device, SUBVOLUME, Access::ReadOnly)?.is_read_only()? {
+    if Btrfs::mount(device, SUBVOLUME, MountAccess::ReadOnly)?.is_read_only()? {
         return Ok(Step::ReadOnly);
     }
     let failed = |e| Error::io(format!("cannot grow {}", path.display()), e);
@@ -84,7 +84,7 @@ pub(crate) fn grow(grow: &Grow) -> Result<Step> {
     space::reserve(&file, *reserved, to - reserved, path)?;
     file.sync_all().map_err(failed)?;
     take_new_size(device).map_err(failed)?;
-    let mount = Btrfs::mount(device, SUBVOLUME, Access::Writable)?;
+    let mount = Btrfs::mount(device, SUBVOLUME, MountAccess::Writable)?;
     if Fsid(mount.fsid()?) != *fsid {
         // The mount ended meanwhile, and the device may belong to another mount.
         return Ok(Step::Gone);

@@ -161,7 +161,7 @@ fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
 
 /// Opens the file of the virtual area of the file system on `device`, in a helper process.
 pub(super) fn open_area(device: &Path) -> Result<File> {
-    let top = Btrfs::mount(device, TOP_LEVEL, btrfs_mount::Access::Writable)?.open_root()?;
+    let top = Btrfs::mount(device, TOP_LEVEL, btrfs_mount::MountAccess::Writable)?.open_root()?;
     let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd());
     File::open(path).map_err(|e| Error::io("cannot open the virtual area", e))
 }

@@ -16,7 +16,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions,
-    btrfs_mount::{Access, Btrfs},
+    btrfs_mount::{Btrfs, MountAccess},
     ublk::Control,
 };
 
@@ -114,7 +114,7 @@ pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plu
     let btrfs = match sprout_path {
         None => Btrfs::mount_seed(&seed_devices, SUBVOLUME)?,
         Some(path) if is_new => Btrfs::mount_new_sprout(&seed_devices, path, SUBVOLUME)?,
-        Some(path) => Btrfs::mount_sprout(&seed_devices, path, SUBVOLUME, Access::Writable)?,
+        Some(path) => Btrfs::mount_sprout(&seed_devices, path, SUBVOLUME, MountAccess::Writable)?,
     };
     let growth = match (&parts.sprout, sprout_path) {
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path, sprout.reserved)?),

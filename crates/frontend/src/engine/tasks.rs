@@ -12,9 +12,9 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, BlockDevice, ByteRange, Pages, Result};
 use tokio::sync::SemaphorePermit;
 
-use super::{Access, Answer, Call, Engine, Handled, Parked, Read, Request, life::InWork};
+use super::{Answer, Call, Changes, Engine, Handled, Parked, Read, Request, life::InWork};
 
-impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
+impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
     /// Reads in a task of the runtime.
     #[inline(never)]
     pub(super) fn miss<C: Call>(self: &Arc<Self>, read: Read, call: C) -> Handled {

@@ -270,7 +270,7 @@ struct Rig<A = Writable> {
     runtime: Runtime,
 }
 
-impl<A: Access<Fake>> Rig<A> {
+impl<A: Changes<Fake>> Rig<A> {
     fn new(device: Fake) -> Self {
         Self::with(device, Ways::default(), 1 << 20)
     }

@@ -40,7 +40,7 @@ use super::{
     stop,
 };
 use crate::{
-    engine::{self, Access, Answer, Arrival, Call, End, LEN_MAX, Load, Loading},
+    engine::{self, Answer, Arrival, Call, Changes, End, LEN_MAX, Load, Loading},
     fuse::{self, Operation, OutHeader, Request, small_payload},
     sys::failed,
 };
@@ -211,7 +211,7 @@ fn answer_in(entry: &mut RingEntry, unique: u64, result: Result<usize, i32>) {
 }
 
 /// Starts a ring thread for each possible CPU, and returns when the kernel has all rings.
-pub(super) fn start<D: BlockDevice, A: Access<D>>(
+pub(super) fn start<D: BlockDevice, A: Changes<D>>(
     worker: &Arc<Worker<D, A>>,
 ) -> Result<Vec<JoinHandle<()>>> {
     let what = "cannot serve over io_uring; mount without --fast";
@@ -262,7 +262,7 @@ pub(super) fn start<D: BlockDevice, A: Access<D>>(
     }
 }
 
-impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
+impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
     /// A ring thread's life.
     fn run_ring(self: Arc<Self>, mut ring: Ring, entries: u32) {
         let mut lost = 0;

@@ -61,7 +61,7 @@ pub use self::{
 };
 use self::{mailbox::Mailbox, queue::Queue};
 use crate::{
-    engine::{Access, End, Engine, Life, ReadOnly, Writable},
+    engine::{Changes, End, Engine, Life, ReadOnly, Writable},
     server::ServeOptions,
     slots::Slots,
     sys::failed,
@@ -113,7 +113,7 @@ pub fn serve_writable<D: WritableDevice>(
     start::<D, Writable>(number, slots, device, options)
 }
 
-fn start<D: BlockDevice, A: Access<D>>(
+fn start<D: BlockDevice, A: Changes<D>>(
     number: u32,
     slots: Arc<Slots>,
     device: Arc<D>,
@@ -135,7 +135,7 @@ fn is_invalid(error: &Error) -> bool {
     cause == Some(libc::EINVAL)
 }
 
-fn try_to_start<D: BlockDevice, A: Access<D>>(
+fn try_to_start<D: BlockDevice, A: Changes<D>>(
     number: u32,
     slots: Arc<Slots>,
     device: Arc<D>,

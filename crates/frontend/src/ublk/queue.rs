@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 use super::{Shared, uapi::*};
 use crate::engine::{
-    self, Access, Answer, Arrival, Call, End, Engine, LEN_MAX, Load, Loading, Request,
+    self, Answer, Arrival, Call, Changes, End, Engine, LEN_MAX, Load, Loading, Request,
 };
 
 /// `user_data` of the read that waits for the mailbox. That of a tag's command is the tag; a read
@@ -66,7 +66,7 @@ enum Event {
     Failed(i32),
 }
 
-impl<D: BlockDevice, A: Access<D>> Queue<D, A> {
+impl<D: BlockDevice, A: Changes<D>> Queue<D, A> {
     /// Sets everything up and fetches with all tags. On the thread that is to run it.
     pub(super) fn new(
         number: u16,

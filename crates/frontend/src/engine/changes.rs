@@ -6,7 +6,7 @@ use burgeon_block::{
 };
 
 /// The changes that an engine can make to its device.
-pub(crate) trait Access<D>: Send + Sync + 'static {
+pub(crate) trait Changes<D>: Send + Sync + 'static {
     const WRITABLE: bool;
 
     fn write(
@@ -28,7 +28,7 @@ fn refused() -> Error {
     Error::new(ErrorKind::Invalid, "the device is read-only")
 }
 
-impl<D: BlockDevice> Access<D> for ReadOnly {
+impl<D: BlockDevice> Changes<D> for ReadOnly {
     const WRITABLE: bool = false;
 
     async fn write(_device: &D, _offset: u64, _bytes: &[u8], _fua: bool) -> Result<()> {
@@ -47,7 +47,7 @@ impl<D: BlockDevice> Access<D> for ReadOnly {
 /// All changes of a [`WritableDevice`].
 pub(crate) enum Writable {}
 
-impl<D: WritableDevice> Access<D> for Writable {
+impl<D: WritableDevice> Changes<D> for Writable {
     const WRITABLE: bool = true;
 
     async fn write(device: &D, offset: u64, bytes: &[u8], fua: bool) -> Result<()> {
