@@ -32,7 +32,7 @@ pub struct Key {
 
 /// The place of a key in the index: no other key has the same.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct SetTag {
     /// Number of the set.
     pub set: u32,
     /// Below 2^29.
@@ -64,15 +64,15 @@ impl Keys {
 
     /// The place of `key`, whose block is below [`Self::blocks_max`].
     #[inline]
-    pub fn place(&self, key: Key) -> Place {
+    pub fn place(&self, key: Key) -> SetTag {
         let mixed = self.mix(self.number(key));
         let product = u128::from(mixed) * u128::from(self.sets);
         let rest = (product as u64) & self.mask();
-        Place { set: (product >> self.bits) as u32, tag: (rest / self.sets) as u32 }
+        SetTag { set: (product >> self.bits) as u32, tag: (rest / self.sets) as u32 }
     }
 
     /// The key at `place`; some number for a place that no key has.
-    pub fn key_at(&self, place: Place) -> Key {
+    pub fn key_at(&self, place: SetTag) -> Key {
         let first = (u128::from(place.set) << self.bits).div_ceil(u128::from(self.sets)) as u64;
         let number = self.unmix((first + u64::from(place.tag)) & self.mask());
         let block_bits = self.bits - DEVICE_BITS;

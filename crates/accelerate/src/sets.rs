@@ -21,7 +21,7 @@ use std::sync::atomic::{
     Ordering::{Relaxed, SeqCst},
 };
 
-use crate::keys::{Key, Keys, Place};
+use crate::keys::{Key, Keys, SetTag};
 
 /// Slots of a set.
 pub const WAYS: usize = 16;
@@ -79,7 +79,7 @@ impl Sets {
 
     /// The slot that holds the key of `place`.
     #[inline]
-    pub(crate) fn find_at(&self, place: Place) -> Option<Slot> {
+    pub(crate) fn find_at(&self, place: SetTag) -> Option<Slot> {
         let first = place.set as usize * WAYS;
         let wanted = USED | place.tag << 2;
         let set = &self.words[first..first + WAYS];
@@ -115,8 +115,8 @@ impl Sets {
         (word & USED != 0).then(|| self.keys.key_at(self.place_of(slot, word)))
     }
 
-    fn place_of(&self, slot: Slot, word: u32) -> Place {
-        Place { set: slot / WAYS as u32, tag: (word & !USED) >> 2 }
+    fn place_of(&self, slot: Slot, word: u32) -> SetTag {
+        SetTag { set: slot / WAYS as u32, tag: (word & !USED) >> 2 }
     }
 
     /// The slot's hits since the hand passed it: 0 to 3.

@@ -9,7 +9,7 @@ use crate::span::SPAN_LEN;
 
 /// A place where unpacking can start, by its offsets in the layer blob and in the unpacked layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Place {
+pub(crate) struct RestartPoint {
     pub(crate) compressed: u64,
     pub(crate) unpacked: u64,
     pub(crate) start: Start,
@@ -38,7 +38,7 @@ pub(crate) struct Inside {
 /// The places found so far while a layer is read.
 #[derive(Default)]
 pub(crate) struct Recording {
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<RestartPoint>,
     /// Bytes of all windows.
     windows: u64,
 }
@@ -54,7 +54,7 @@ impl Recording {
     }
 
     pub(crate) fn begin(&mut self, compressed: u64, unpacked: u64, start: Start) {
-        self.places.push(Place { compressed, unpacked, start });
+        self.places.push(RestartPoint { compressed, unpacked, start });
     }
 
     /// Sets the decoder state of the last place.
@@ -71,7 +71,7 @@ impl Recording {
     /// twice its content.
     pub(crate) fn held(&self) -> (u64, u64) {
         let places = self.places.len() as u64;
-        (places, places * 2 * size_of::<Place>() as u64 + self.windows)
+        (places, places * 2 * size_of::<RestartPoint>() as u64 + self.windows)
     }
 
     /// Records a place that needs no decoder state, if one is due.

@@ -19,7 +19,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use crate::{
     gunzip::Gunzip,
     pieces::{Piece, Pieces},
-    places::{Place, Recording, Start},
+    places::{Recording, RestartPoint, Start},
     span::{LayerCodec, SPAN_MAX, Span, read},
     unzstd::Unzstd,
 };
@@ -43,7 +43,7 @@ pub struct Restarts {
     pub(crate) len: u64,
     pub(crate) unpacked: u64,
     /// Sorted by offset; the first is at 0. Empty for an uncompressed or empty layer.
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<RestartPoint>,
     /// Used instead of places if the layer is described by its table of contents.
     pub(crate) pieces: Option<Pieces>,
 }

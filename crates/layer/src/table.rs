@@ -17,7 +17,7 @@ use zerocopy::{
 
 use crate::{
     Piece,
-    places::{Inside, Place, Start},
+    places::{Inside, RestartPoint, Start},
     restart::Restarts,
     span::{LayerCodec, SPAN_MAX},
 };
@@ -385,7 +385,7 @@ fn read_pieces(rows: &[PieceRow]) -> Result<Vec<Piece>> {
     pieces.collect()
 }
 
-fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<Place> {
+fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<RestartPoint> {
     let start = match row.window.get() as usize {
         0 => Start::Fresh,
         len => {
@@ -399,7 +399,7 @@ fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<
             Start::Inside(Inside { bits: row.bits, partial: row.partial, window })
         }
     };
-    Ok(Place { compressed: row.compressed.get(), unpacked: row.unpacked.get(), start })
+    Ok(RestartPoint { compressed: row.compressed.get(), unpacked: row.unpacked.get(), start })
 }
 
 /// Checks that the spans cover the layer in order and that none is too long.

@@ -18,7 +18,7 @@ use super::{
 use crate::{args, output};
 
 /// The location of an image.
-pub(super) struct Place {
+pub(super) struct ImageLocation {
     pub(super) store: Location,
     /// Settings and credentials for the store.
     pub(super) access: Access,
@@ -36,7 +36,7 @@ pub(super) struct Place {
     pub(super) shown: String,
 }
 
-impl Place {
+impl ImageLocation {
     /// The image's record; reads it from the store if necessary.
     pub(super) fn record(&mut self) -> Result<ImageRecord> {
         match (&self.image, self.missing.take()) {
@@ -69,7 +69,12 @@ impl Place {
 
 /// Finds the image `text`: a name in the store, or a source of images. A Burgeon image stays where
 /// it is. Any other is looked up in the store by its digest, or made there as far as `want` asks.
-pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) -> Result<Place> {
+pub(super) fn find(
+    context: &Context,
+    text: String,
+    want: Want<'_>,
+    pull: Pull,
+) -> Result<ImageLocation> {
     let text = match context.in_repository(&text)? {
         Some(image) => image.to_string(),
         None => text,
@@ -78,7 +83,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     let here = |name, image, layers| {
         let (store, access) = (context.store_location(), Access::from_env().and(layers));
         let (shown, digest, store_away) = (shown.clone(), None, false);
-        Place { store, access, name, image, digest, store_away, missing: None, shown }
+        ImageLocation { store, access, name, image, digest, store_away, missing: None, shown }
     };
     let pinned = matches!(want, Want::Index(_));
     let Some(source) = Source::parse(&text) else {
@@ -95,15 +100,17 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         let is_near = context.store_location().folder().is_some();
         if !is_near && !catalog::is_reserved(&text) {
             let (digest, store_away) = far::find(context, &text, pull)?;
-            return Ok(Place { digest, store_away, ..here(text, None, Access::default()) });
+            return Ok(ImageLocation { digest, store_away, ..here(text, None, Access::default()) });
         }
         let found = context.open_store().and_then(|store| named::trusted(context, &store, &text));
         return Ok(match found {
             Ok(image) => {
                 let shown = if image.name == text { text } else { shown.clone() };
-                Place { shown, ..here(image.name.clone(), Some(image), Access::default()) }
+                ImageLocation { shown, ..here(image.name.clone(), Some(image), Access::default()) }
             }
-            Err(e) => Place { missing: Some(e), ..here(text.clone(), None, Access::default()) },
+            Err(e) => {
+                ImageLocation { missing: Some(e), ..here(text.clone(), None, Access::default()) }
+            }
         });
     };
     let (source, store) = (source?, context.create_store()?);
@@ -129,7 +136,16 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
             // The record has its author's name; the user's input counts.
             let (image, name) = (Some(*record), shown.clone());
             let (digest, store_away, missing) = (None, false, None);
-            return Ok(Place { store, access, name, image, digest, store_away, missing, shown });
+            return Ok(ImageLocation {
+                store,
+                access,
+                name,
+                image,
+                digest,
+                store_away,
+                missing,
+                shown,
+            });
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {

@@ -142,7 +142,7 @@ fn check_free(
 /// Reports that an image is complete in this host's own store, and gives it the requested name.
 fn whole(
     context: &Context,
-    place: &oci_image::Place,
+    place: &oci_image::ImageLocation,
     record: &ImageRecord,
     args: &args::Pull,
 ) -> Result<ExitCode> {

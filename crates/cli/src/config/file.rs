@@ -33,7 +33,7 @@ const LEN_MAX: u64 = 64 << 10;
 const FILES_MAX: usize = 64;
 
 /// The place of the configuration.
-pub(super) enum Place {
+pub(super) enum ConfigPath {
     None,
     /// `/etc/burgeon`
     Host,
@@ -49,7 +49,7 @@ pub(super) struct Document {
     pub(super) is_own: bool,
 }
 
-impl Place {
+impl ConfigPath {
     /// The place that the user has `given`; a relative one is below the working directory.
     pub(super) fn new(given: Option<&OsStr>) -> (Self, Vec<Problem>) {
         let Some(given) = given else { return (Self::Host, Vec::new()) };
@@ -206,9 +206,9 @@ fn problem(path: &Path, message: String) -> Problem {
 mod tests {
     use std::fs;
 
-    use super::{FILES_MAX, LEN_MAX, Place, writer};
+    use super::{ConfigPath, FILES_MAX, LEN_MAX, writer};
 
-    fn said(place: &Place) -> Vec<String> {
+    fn said(place: &ConfigPath) -> Vec<String> {
         place.read().1.iter().map(ToString::to_string).collect()
     }
 
@@ -225,7 +225,7 @@ mod tests {
     fn files_are_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
-        let place = Place::Folder(folder.path().to_owned());
+        let place = ConfigPath::Folder(folder.path().to_owned());
         fs::write(&file, "#".repeat(LEN_MAX as usize)).unwrap();
         assert_eq!((place.read().0.len(), said(&place)), (1, Vec::new()));
         fs::write(&file, "#".repeat(LEN_MAX as usize + 1)).unwrap();
@@ -248,7 +248,7 @@ mod tests {
     fn a_link_that_leads_nowhere_and_a_folder_are_faults() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
-        let place = Place::Folder(folder.path().to_owned());
+        let place = ConfigPath::Folder(folder.path().to_owned());
         std::os::unix::fs::symlink("nowhere", &file).unwrap();
         assert!(said(&place)[0].contains("cannot read it"));
         fs::remove_file(&file).unwrap();

@@ -189,7 +189,7 @@ impl Config {
     /// Reads the same files; returns all valid settings, and all problems.
     pub(crate) fn examine(given: Option<&OsStr>) -> (Self, Vec<Problem>) {
         let mut config = Self::default();
-        let (place, mut problems) = file::Place::new(given);
+        let (place, mut problems) = file::ConfigPath::new(given);
         config.place = place.named();
         let (documents, unread) = place.read();
         problems.extend(unread);

@@ -120,7 +120,7 @@ pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
             let what = "the file system does not show files as another user's (an idmapped mount)";
             Error::io(format!("{}: {what}", path.display()), e)
         })?;
-        places.push((path.to_path_buf(), Place::Folder(copy)));
+        places.push((path.to_path_buf(), RootItem::Folder(copy)));
     }
     for path in &brought(others, &mounts) {
         if let Some(place) = place(path).map_err(failed)? {
@@ -172,7 +172,7 @@ fn mounts_of<'a>(own: &[&'a Path], mounts: &'a [MountInfo]) -> Vec<&'a Path> {
 }
 
 /// Something that is put into the root.
-enum Place {
+enum RootItem {
     Folder(OwnedFd),
     File(OwnedFd),
     Link(PathBuf),
@@ -199,7 +199,7 @@ fn brought(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
 }
 
 /// What is at `path`; `None` if nothing is.
-fn place(path: &Path) -> io::Result<Option<Place>> {
+fn place(path: &Path) -> io::Result<Option<RootItem>> {
     let kind = match path.symlink_metadata() {
         Ok(metadata) => metadata.file_type(),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -208,7 +208,7 @@ fn place(path: &Path) -> io::Result<Option<Place>> {
         Err(e) => return Err(e),
     };
     if kind.is_symlink() {
-        return Ok(Some(Place::Link(fs::read_link(path)?)));
+        return Ok(Some(RootItem::Link(fs::read_link(path)?)));
     }
     if kind.is_fifo() || kind.is_socket() {
         return Ok(None);
@@ -219,23 +219,23 @@ fn place(path: &Path) -> io::Result<Option<Place>> {
         | MountAttrFlags::MOUNT_ATTR_NOSUID
         | MountAttrFlags::MOUNT_ATTR_NODEV;
     set(&copy, u64::from(flags.bits()), None)?;
-    Ok(Some(if kind.is_dir() { Place::Folder(copy) } else { Place::File(copy) }))
+    Ok(Some(if kind.is_dir() { RootItem::Folder(copy) } else { RootItem::File(copy) }))
 }
 
 /// Puts `place` at `path` below the working directory.
-fn put(path: &Path, place: Place) -> io::Result<()> {
+fn put(path: &Path, place: RootItem) -> io::Result<()> {
     let path = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
     let folders = |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
     if let Some(parent) = path.parent() {
         folders(parent)?;
     }
     let copy = match place {
-        Place::Link(target) => return symlink(target, &path),
-        Place::Folder(copy) => {
+        RootItem::Link(target) => return symlink(target, &path),
+        RootItem::Folder(copy) => {
             folders(&path)?;
             copy
         }
-        Place::File(copy) => {
+        RootItem::File(copy) => {
             if !path.exists() {
                 fs::write(&path, "")?;
             }

@@ -125,7 +125,7 @@ struct DoneChunk {
 
 /// An object, before the number of objects is known.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Place {
+enum ObjectRef {
     New(u32),
     Known(u32),
     Derived,
@@ -134,7 +134,7 @@ enum Place {
 #[derive(Clone, Copy)]
 struct PlacedChunk {
     blocks: u8,
-    place: Place,
+    place: ObjectRef,
     stored: ByteRange,
     codec: Codec,
     digest: Digest,
@@ -326,14 +326,14 @@ impl Storer<'_> {
             let (place, stored, codec) = match chunk.stored {
                 Stored::New(codec, bytes) => {
                     let (pack, stored) = self.packs.append(&bytes)?;
-                    (Place::New(pack), stored, codec)
+                    (ObjectRef::New(pack), stored, codec)
                 }
                 Stored::Known(index) => {
                     let known = &self.known.chunks[index as usize];
-                    (Place::Known(known.object), known.stored, known.codec)
+                    (ObjectRef::Known(known.object), known.stored, known.codec)
                 }
                 // The position in the object is known after the last chunk.
-                Stored::Derived => (Place::Derived, NOWHERE, Codec::Raw),
+                Stored::Derived => (ObjectRef::Derived, NOWHERE, Codec::Raw),
             };
             let (blocks, digest) = (chunk.blocks, chunk.digest);
             let index = chunk.index as usize;
@@ -368,13 +368,13 @@ impl Storer<'_> {
             };
             let len = u64::from(blocks) * BLOCK_SIZE;
             let object = match place {
-                Place::New(index) => number(packs[index as usize].clone()),
-                Place::Known(index) => {
+                ObjectRef::New(index) => number(packs[index as usize].clone()),
+                ObjectRef::Known(index) => {
                     known_bytes += stored.len();
                     number(self.known.objects[index as usize].clone())
                 }
                 // The only object; its layout is that of the lazy address space.
-                Place::Derived => {
+                ObjectRef::Derived => {
                     stored = ByteRange::at(next, len).unwrap_or(NOWHERE);
                     0
                 }

@@ -32,10 +32,10 @@ pub enum LayersAt {
 pub(super) struct Blobs {
     /// The host's own store.
     stored: Option<Directory>,
-    place: Place,
+    place: BlobOrigin,
 }
 
-enum Place {
+enum BlobOrigin {
     Layout(PathBuf),
     Registry(Registry),
 }
@@ -88,8 +88,8 @@ impl Blobs {
     /// Sends nothing.
     pub(super) fn open(at: LayersAt, access: &Access, stored: Option<Directory>) -> Result<Self> {
         let place = match at {
-            LayersAt::Layout(folder) => Place::Layout(folder),
-            LayersAt::Registry(name) => Place::Registry(Registry::open(&name, access)?),
+            LayersAt::Layout(folder) => BlobOrigin::Layout(folder),
+            LayersAt::Registry(name) => BlobOrigin::Registry(Registry::open(&name, access)?),
         };
         Ok(Self { stored, place })
     }
@@ -109,12 +109,12 @@ impl Blobs {
     /// Bytes of the layer with this SHA-256, from its origin.
     pub(super) async fn read(&self, digest: &[u8; 32], range: ByteRange) -> Result<Bytes> {
         let folder = match &self.place {
-            Place::Registry(registry) => {
+            BlobOrigin::Registry(registry) => {
                 return registry
                     .blob_range(&format!("sha256:{}", hex(digest)).parse()?, range)
                     .await;
             }
-            Place::Layout(folder) => folder,
+            BlobOrigin::Layout(folder) => folder,
         };
         let path = folder.join("blobs/sha256").join(hex(digest));
         let read = move |path: &Path, opened| {

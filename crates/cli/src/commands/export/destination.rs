@@ -40,11 +40,11 @@ pub(super) struct Unfinished {
     file: File,
     shown: String,
     /// The place; `None` for standard output.
-    place: Option<Place>,
+    place: Option<OutputFile>,
     len: u64,
 }
 
-struct Place {
+struct OutputFile {
     path: PathBuf,
     /// The hidden name, while the file has it.
     hidden: Option<PathBuf>,
@@ -143,7 +143,7 @@ impl Destination {
             }
             Err(e) => return Err(failed(e).into()),
         };
-        let place = Some(Place { path, hidden });
+        let place = Some(OutputFile { path, hidden });
         Ok(Unfinished { file, shown, place, len: 0 })
     }
 }

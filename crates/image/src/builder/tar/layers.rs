@@ -27,7 +27,7 @@ use super::{
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
     entry::TarEntry,
-    merge::{Merge, Place, too_many},
+    merge::{EntryRef, Merge, too_many},
 };
 use crate::{corrupt, pack::write_packs};
 
@@ -288,8 +288,8 @@ pub fn from_layers(
 /// Reads the layers again, for the data of the live files.
 struct LiveArchives {
     archives: std::vec::IntoIter<(u32, OpenLayer)>,
-    wanted: Peekable<std::vec::IntoIter<(Place, u32)>>,
-    next: Place,
+    wanted: Peekable<std::vec::IntoIter<(EntryRef, u32)>>,
+    next: EntryRef,
     bytes: Arc<AtomicU64>,
 }
 

@@ -29,7 +29,7 @@ const OPAQUE: &[u8] = b".wh..wh..opq";
 const FOREIGN: &[u8] = b".wh..wh.";
 
 /// Source of a file's data: layer, and entry in it.
-pub(super) type Place = (u32, u32);
+pub(super) type EntryRef = (u32, u32);
 
 /// The merged tree.
 pub(super) struct Merge {
@@ -37,7 +37,7 @@ pub(super) struct Merge {
     nodes: Vec<Node>,
     names: Vec<BTreeMap<Box<[u8]>, u32>>,
     /// Source of each regular file's data.
-    places: Vec<Option<Place>>,
+    places: Vec<Option<EntryRef>>,
     followed: Followed,
     nodes_max: usize,
 }
@@ -90,7 +90,7 @@ impl Merge {
         Ok(())
     }
 
-    fn put(&mut self, entry: &TarEntry, place: Place) -> Result<()> {
+    fn put(&mut self, entry: &TarEntry, place: EntryRef) -> Result<()> {
         let path = safe_parts(&entry.path)?;
         if path.iter().any(|part| part.starts_with(FOREIGN)) {
             return Ok(());
@@ -146,7 +146,7 @@ impl Merge {
         if self.nodes[target as usize].is_dir() { Err(wrong()) } else { Ok(target) }
     }
 
-    fn push(&mut self, node: Node, place: Option<Place>) -> Result<u32> {
+    fn push(&mut self, node: Node, place: Option<EntryRef>) -> Result<u32> {
         if self.nodes.len() >= self.nodes_max {
             return Err(too_many(self.nodes_max as u64));
         }
@@ -180,7 +180,7 @@ impl Merge {
 
     /// The nodes, each directory's names sorted, and the sources of the remaining files' data, in
     /// reading order.
-    pub(super) fn finish(mut self) -> (Vec<Node>, Vec<(Place, u32)>) {
+    pub(super) fn finish(mut self) -> (Vec<Node>, Vec<(EntryRef, u32)>) {
         let mut lasting = vec![false; self.nodes.len()];
         let mut wanted = Vec::new();
         let mut stack = vec![0u32];
