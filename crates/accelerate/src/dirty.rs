@@ -6,7 +6,8 @@
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
-    backing::SlowDevice, device::Cached, locks::Locked, log::Want, mode::Mode, write_back::lost,
+    backing::SlowDevice, device::Cached, locks::Locked, log::WriteBackScope, mode::Mode,
+    write_back::lost,
 };
 
 /// Times that an erasure finds new dirty blocks in its range, until it fails.
@@ -82,7 +83,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             }
             // Writing back needs no lock of a block, but writers wait for this one.
             drop(locked);
-            self.store.write_back(Want::All)?;
+            self.store.write_back(WriteBackScope::All)?;
         }
         let what = format!("{} is written to faster than it is written back", self.name());
         Err(Error::new(ErrorKind::Unavailable, what))

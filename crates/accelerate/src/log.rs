@@ -50,7 +50,7 @@ pub(crate) trait Heads {
 
 /// The choice of dirty blocks to write back.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Want {
+pub(crate) enum WriteBackScope {
     /// The oldest segment, to make room.
     Room,
     /// Up to a quarter of the log, whose segments were begun before this second.
@@ -458,7 +458,7 @@ impl Log {
     }
 
     /// The segments that are to be retired, the oldest first.
-    pub(crate) fn oldest(&self, want: Want) -> Vec<u32> {
+    pub(crate) fn oldest(&self, want: WriteBackScope) -> Vec<u32> {
         let state = self.state();
         let closed = state.segments.iter().enumerate().filter_map(|(at, segment)| match segment {
             Segment::Closed { first, born } => Some((*first, *born, at as u32)),
@@ -468,11 +468,11 @@ impl Log {
         closed.sort_unstable();
         let most = (state.segments.len() / 4).max(1);
         let count = match want {
-            Want::Room => 1,
-            Want::Older(before) => {
+            WriteBackScope::Room => 1,
+            WriteBackScope::Older(before) => {
                 closed.iter().take(most).take_while(|(_, born, _)| *born < before).count()
             }
-            Want::All => closed.len(),
+            WriteBackScope::All => closed.len(),
         };
         closed.into_iter().take(count).map(|(.., at)| at).collect()
     }

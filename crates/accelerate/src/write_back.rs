@@ -23,7 +23,7 @@ use crate::{
     counters::{Count, Counts},
     keys::Key,
     locks::Span,
-    log::{DirtyVersion, Heads, Log, Refused, Want},
+    log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
     store::Store,
 };
 
@@ -121,7 +121,7 @@ impl<C: LocalFile> Store<C> {
                 pages.bytes_mut().copy_from_slice(part);
                 match log.append(&self.file, self, key, pages) {
                     Ok(()) => break,
-                    Err(Refused::Full) => self.write_back(Want::Room)?,
+                    Err(Refused::Full) => self.write_back(WriteBackScope::Room)?,
                     Err(Refused::Failed(error)) => {
                         self.note_error(counts, &error);
                         return Err(error);
@@ -154,24 +154,28 @@ impl<C: LocalFile> Store<C> {
         log.set_clock(now);
         let too_full = self.dirty().1 >= limits.percent;
         let before = if too_full { u64::MAX } else { now.saturating_sub(limits.seconds) };
-        self.write_back(Want::Older(before))
+        self.write_back(WriteBackScope::Older(before))
     }
 
     /// Writes back every dirty block.
     pub fn write_back_all(&self) -> Result<()> {
-        self.write_back(Want::All)
+        self.write_back(WriteBackScope::All)
     }
 
-    pub(crate) fn write_back(&self, want: Want) -> Result<()> {
+    pub(crate) fn write_back(&self, want: WriteBackScope) -> Result<()> {
         let Some(log) = self.usable_log() else { return Ok(()) };
         let _turn = self.locks.lock(TURN);
-        if want != Want::Room {
-            log.close_before(if let Want::Older(before) = want { before } else { u64::MAX });
+        if want != WriteBackScope::Room {
+            log.close_before(if let WriteBackScope::Older(before) = want {
+                before
+            } else {
+                u64::MAX
+            });
         }
         let segments = log.oldest(want);
         if segments.is_empty() {
             return match want {
-                Want::Room if !log.has_room() => {
+                WriteBackScope::Room if !log.has_room() => {
                     Err(Error::new(ErrorKind::NoSpace, "the log of the cache is full"))
                 }
                 _ => Ok(()),

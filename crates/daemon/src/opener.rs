@@ -72,12 +72,12 @@ pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 #[derive(PartialEq, Eq, Debug)]
 struct OpenRequest {
     number: u64,
-    wanted: Wanted,
+    wanted: OpenTarget,
 }
 
 /// The object of a request.
 #[derive(PartialEq, Eq, Clone, Debug)]
-enum Wanted {
+enum OpenTarget {
     File(Manner, PathBuf),
     /// `/dev/ublkcN`, for reading and writing.
     UblkQueues(u32),
@@ -85,7 +85,7 @@ enum Wanted {
     UblkUnused(u32),
 }
 
-impl Wanted {
+impl OpenTarget {
     fn encode(&self, number: u64) -> Vec<u8> {
         let device;
         let (kind, rest) = match self {
@@ -117,7 +117,7 @@ impl OpenRequest {
         let (kind, rest) = rest.split_first()?;
         let file = |manner| {
             let path = PathBuf::from(std::ffi::OsStr::from_bytes(rest));
-            path.is_absolute().then_some(Wanted::File(manner, path))
+            path.is_absolute().then_some(OpenTarget::File(manner, path))
         };
         let device = || rest.try_into().ok().map(u32::from_le_bytes);
         let wanted = match kind {
@@ -125,8 +125,8 @@ impl OpenRequest {
             1 => file(Manner::Referred),
             2 => file(Manner::Identified),
             3 => file(Manner::Folder),
-            4 => device().map(Wanted::UblkQueues),
-            5 => device().map(Wanted::UblkUnused),
+            4 => device().map(OpenTarget::UblkQueues),
+            5 => device().map(OpenTarget::UblkUnused),
             _ => None,
         };
         Some(Self { number: u64::from_le_bytes(*number), wanted: wanted? })
@@ -218,20 +218,20 @@ mod tests {
 
     use burgeon_source::opening::Manner;
 
-    use super::{OpenAnswer, OpenRequest, Wanted};
+    use super::{OpenAnswer, OpenRequest, OpenTarget};
 
     #[test]
     fn requests_and_answers_round_trip_and_others_are_refused() {
-        let file = |manner| Wanted::File(manner, PathBuf::from("/a/b"));
+        let file = |manner| OpenTarget::File(manner, PathBuf::from("/a/b"));
         let manners = [Manner::Stored, Manner::Referred, Manner::Identified, Manner::Folder];
-        let devices = [Wanted::UblkQueues(3), Wanted::UblkUnused(1 << 31)];
+        let devices = [OpenTarget::UblkQueues(3), OpenTarget::UblkUnused(1 << 31)];
         for wanted in manners.map(file).into_iter().chain(devices) {
             let bytes = wanted.encode(7);
             assert_eq!(OpenRequest::decode(&bytes), Some(OpenRequest { number: 7, wanted }));
         }
-        let relative = Wanted::File(Manner::Stored, PathBuf::from("a/b")).encode(7);
+        let relative = OpenTarget::File(Manner::Stored, PathBuf::from("a/b")).encode(7);
         let unknown = [&[0; 8][..], &[9], b"/a"].concat();
-        let long = [&Wanted::UblkQueues(3).encode(7)[..], b"/"].concat();
+        let long = [&OpenTarget::UblkQueues(3).encode(7)[..], b"/"].concat();
         for bytes in [&relative[..], &unknown, &long, &[0; 8], b""] {
             assert_eq!(OpenRequest::decode(bytes), None);
         }

@@ -109,7 +109,7 @@ impl Work<'_> {
 
 /// The required form of an OCI image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Want<'a> {
+pub enum ImageForm<'a> {
     /// The image or its index if it is in the store; else one described by its tables of contents;
     /// else all of the image.
     Any,
@@ -172,7 +172,7 @@ pub enum How {
 pub fn find_here(
     store: &impl ObjectStore,
     source: &Source,
-    want: Want<'_>,
+    want: ImageForm<'_>,
     work: &Work<'_>,
 ) -> Result<Option<FoundImage>> {
     let here = Here::new(store, source, want, work)?;
@@ -194,7 +194,7 @@ pub fn find_here(
 struct Here<'a, S> {
     store: &'a S,
     source: &'a Source,
-    want: Want<'a>,
+    want: ImageForm<'a>,
     work: &'a Work<'a>,
     /// The digest of the required index.
     index: Option<OciDigest>,
@@ -202,10 +202,15 @@ struct Here<'a, S> {
 }
 
 impl<'a, S: ObjectStore> Here<'a, S> {
-    fn new(store: &'a S, source: &'a Source, want: Want<'a>, work: &'a Work<'a>) -> Result<Self> {
+    fn new(
+        store: &'a S,
+        source: &'a Source,
+        want: ImageForm<'a>,
+        work: &'a Work<'a>,
+    ) -> Result<Self> {
         let index = match want {
-            Want::Index(digest) => Some(digest.parse::<OciDigest>()?),
-            Want::Any | Want::Checked | Want::Whole => None,
+            ImageForm::Index(digest) => Some(digest.parse::<OciDigest>()?),
+            ImageForm::Any | ImageForm::Checked | ImageForm::Whole => None,
         };
         let at = source.layers_at()?;
         if index.is_some() && at.is_none() {
@@ -222,9 +227,9 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         let will_do = |image: &ImageRecord| {
             let unlisted = || matches!(index::is_listed(self.store, image), Ok(false));
             match self.want {
-                Want::Any => true,
-                Want::Index(_) | Want::Checked => unlisted(),
-                Want::Whole => unlisted() && matches!(is_whole(self.store, image), Ok(true)),
+                ImageForm::Any => true,
+                ImageForm::Index(_) | ImageForm::Checked => unlisted(),
+                ImageForm::Whole => unlisted() && matches!(is_whole(self.store, image), Ok(true)),
             }
         };
         let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
@@ -291,7 +296,7 @@ impl Recalled {
 pub fn find_or_build(
     store: &impl ObjectStore,
     source: &Source,
-    want: Want<'_>,
+    want: ImageForm<'_>,
     work: &Work<'_>,
 ) -> Result<Found> {
     if let Some(found) = find_here(store, source, want, work)? {
@@ -368,7 +373,7 @@ pub fn find_or_build(
     };
     if let Some(index) = &resolved.index
         && !resolved.is_part()
-        && (want == Want::Whole
+        && (want == ImageForm::Whole
             || work.vouched(store, &alias(index)).is_none_or(|old| better(&old)))
     {
         work.vouch(&catalog::publish_alias(store, &found.image, &alias(index))?)?;
@@ -456,18 +461,19 @@ fn store_or_build(
     blobs: &Blobs,
     resolved: &Resolved,
     at: Option<&LayersAt>,
-    want: Want<'_>,
+    want: ImageForm<'_>,
     work: &Work<'_>,
 ) -> Result<Made> {
     let tocs = Tocs::default();
     if let (Some(own), Some(at)) = (work.own, at) {
         let store_layers = |tocs| index::store_layers(own, blobs, resolved, at, work, tocs);
-        let stored =
-            match store_layers((!matches!(want, Want::Whole | Want::Checked)).then_some(&tocs)) {
-                // Each TOC is valid, but together they describe no valid tree.
-                Err(_) if tocs.is_unfit() => store_layers(None),
-                stored => stored,
-            };
+        let stored = match store_layers(
+            (!matches!(want, ImageForm::Whole | ImageForm::Checked)).then_some(&tocs),
+        ) {
+            // Each TOC is valid, but together they describe no valid tree.
+            Err(_) if tocs.is_unfit() => store_layers(None),
+            stored => stored,
+        };
         if let Some(report) = stored? {
             let listed = tocs.is_used() && !tocs.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };

@@ -13,7 +13,7 @@ use std::{
 use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_oci::{
-    Documents, Found, How, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
+    Documents, Found, How, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
     is_whole,
 };
 use burgeon_source::{Access, Directory, Objects, References, Store, registry::OciDigest, waiting};
@@ -86,7 +86,7 @@ fn no_index_does_harm() {
         let pinned = put(&document);
         let victim = Directory::create(path(&format!("victim-{seed}"))).unwrap();
         let found = with_work(folder.path(), |work| {
-            find_or_build(&victim, &source, Want::Index(&pinned), work)
+            find_or_build(&victim, &source, ImageForm::Index(&pinned), work)
         });
         match found {
             Ok(Found::Image(found)) => {
@@ -175,7 +175,7 @@ fn no_toc_does_harm() {
         let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap().unwrap();
         let own = Directory::create(path(&format!("own-{seed}"))).unwrap();
         let found = with_own(folder.path(), Some(&own), |work| {
-            find_or_build(&own, &source, Want::Any, work)
+            find_or_build(&own, &source, ImageForm::Any, work)
         });
         match found {
             Ok(Found::Image(found)) => {
@@ -276,7 +276,7 @@ fn no_toc_or_layer_takes_much_memory() {
             let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap();
             let own = Directory::create(layout.join("own")).unwrap();
             let found = with_own(layout, Some(&own), |work| {
-                find_or_build(&own, &source.unwrap(), Want::Any, work)
+                find_or_build(&own, &source.unwrap(), ImageForm::Any, work)
             });
             match found {
                 Ok(Found::Image(found)) => format!("{:?} {:?}", found.how, found.notes),
@@ -323,7 +323,7 @@ fn wide_windows_are_not_filled_at_a_time() {
         let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap();
         let own = Directory::create(layout.join("own")).unwrap();
         let found = with_own(layout, Some(&own), |work| {
-            find_or_build(&own, &source.unwrap(), Want::Any, work)
+            find_or_build(&own, &source.unwrap(), ImageForm::Any, work)
         });
         match found {
             Ok(Found::Image(found)) => format!("{:?}", found.how),

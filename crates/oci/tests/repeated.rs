@@ -11,7 +11,7 @@ use std::{
 
 use burgeon_image::builder::Options;
 use burgeon_oci::{
-    Documents, Found, Pull, ReadLayers, Source, Tags, Want, Work, build, find_or_build,
+    Documents, Found, ImageForm, Pull, ReadLayers, Source, Tags, Work, build, find_or_build,
 };
 use burgeon_source::{Access, Directory};
 use testkit::OciLayout;
@@ -57,7 +57,7 @@ fn one_file() -> Vec<u8> {
 
 /// Mounts make the image in this way.
 fn inodes(own: &Directory, source: &Source, spool: &Path) -> Result<u64, String> {
-    match with_work(spool, own, |work| find_or_build(own, source, Want::Any, work)) {
+    match with_work(spool, own, |work| find_or_build(own, source, ImageForm::Any, work)) {
         Ok(Found::Image(found)) => Ok(found.image.inodes),
         Ok(Found::Ours(name)) => Err(name.to_string()),
         Err(error) => Err(error.to_string()),

@@ -8,7 +8,7 @@ use std::{fs, path::Path, time::Duration};
 use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_layer::{Stretch, TABLE_MAX, Table};
 use burgeon_oci::{
-    Documents, Found, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
+    Documents, Found, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
 };
 use burgeon_source::{Access, Directory, registry::OciDigest};
 use flate2::{Compress, Compression, Crc, FlushCompress};
@@ -18,7 +18,7 @@ use testkit::{OciLayout, Rng};
 const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 
 /// The image of the layout in `folder`, in a store there, or the error.
-fn found(folder: &Path, want: Want<'_>) -> String {
+fn found(folder: &Path, want: ImageForm<'_>) -> String {
     let source = Source::parse(&format!("oci-layout:{}", folder.display())).unwrap().unwrap();
     let own = Directory::create(folder.join("own")).unwrap();
     match with_work(folder, &own, |work| find_or_build(&own, &source, want, work)) {
@@ -103,7 +103,7 @@ fn a_layer_of_windows_takes_a_bounded_amount_of_memory() {
         };
         let test = "a_layer_of_windows_takes_a_bounded_amount_of_memory";
         let taken = testkit::measure(test, name, input, |layout| {
-            let said = found(layout, Want::Any);
+            let said = found(layout, ImageForm::Any);
             let tables = fs::read_dir(layout.join("own/derived")).into_iter().flatten().flatten();
             let tables = tables.map(|table| table.metadata().unwrap().len()).sum::<u64>();
             format!("{said}, table of {tables} bytes")
@@ -134,7 +134,7 @@ fn the_table_of_an_index_takes_a_bounded_amount_of_memory() {
         let test = "the_table_of_an_index_takes_a_bounded_amount_of_memory";
         let taken = testkit::measure(test, name, input, |layout| {
             let pinned = fs::read_to_string(layout.join("pinned")).unwrap();
-            found(layout, Want::Index(&pinned))
+            found(layout, ImageForm::Index(&pinned))
         });
         let Some(taken) = taken else { continue };
         println!("{name}: {taken:?}");

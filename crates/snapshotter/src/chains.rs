@@ -23,7 +23,7 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use crate::{
     keys::Keys,
     model::Remote,
-    remote::{self, Layers, Wanted},
+    remote::{self, LayerChain, Layers},
 };
 
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Chains {
     }
 
     /// A reference to mount the chain from, or why its layers are local.
-    pub(crate) fn claim(&self, limit: Duration, wanted: Wanted) -> Result<String, String> {
+    pub(crate) fn claim(&self, limit: Duration, wanted: LayerChain) -> Result<String, String> {
         remote::claim_within(limit, &self.layers, &self.claims, wanted)
     }
 

@@ -32,7 +32,7 @@ pub const CLAIM_TIME: Duration = Duration::from_secs(5);
 
 /// A chain of layers, as containerd's labels describe it.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Wanted {
+pub struct LayerChain {
     /// The chain ID.
     pub chain: String,
     /// The image as it was typed, such as `docker.io/library/python:3.12`.
@@ -43,7 +43,7 @@ pub struct Wanted {
     pub layer: String,
 }
 
-impl Wanted {
+impl LayerChain {
     /// The chain that a `Prepare` asks for; the reason if its labels do not tell.
     pub(crate) fn of(chain: &str, labels: &Labels) -> Result<Self, String> {
         let label = |key: &str| {
@@ -65,7 +65,7 @@ pub trait Layers: Debug + Send + Sync + 'static {
     /// A reference from which the chain can be mounted without fetching its layers; or the reason
     /// why it is unpacked like any other. A claim is a statement about all images that have the
     /// chain.
-    fn claim(&self, wanted: &Wanted) -> Result<String, String>;
+    fn claim(&self, wanted: &LayerChain) -> Result<String, String>;
     /// The reason why nothing more may be made above a chain of this source: one of its layers is not
     /// what its image states. Asks no network.
     fn refused(&self, source: &str) -> Option<String>;
@@ -91,7 +91,7 @@ pub(crate) fn claim_within(
     limit: Duration,
     layers: &Arc<dyn Layers>,
     running: &Arc<AtomicUsize>,
-    wanted: Wanted,
+    wanted: LayerChain,
 ) -> Result<String, String> {
     let (answer, asked) = mpsc::sync_channel(1);
     let layers = Arc::clone(layers);

@@ -30,7 +30,7 @@ use crate::{
     keys::{Keys, Taken},
     model::{Kind, Labels, Native, Refusal, Remote, Snapshot, Snapshots, Usage},
     overlay,
-    remote::{self, CLAIM_TIME, Layers, Wanted},
+    remote::{self, CLAIM_TIME, LayerChain, Layers},
     walk,
 };
 
@@ -228,7 +228,8 @@ impl Snapshotter {
         labels: &Labels,
     ) -> Answer<std::result::Result<(), String>> {
         let Some(chains) = &self.chains else { return Ok(Err("all layers are local".into())) };
-        let claimed = Wanted::of(chain, labels).and_then(|wanted| chains.claim(CLAIM_TIME, wanted));
+        let claimed =
+            LayerChain::of(chain, labels).and_then(|wanted| chains.claim(CLAIM_TIME, wanted));
         let source = match claimed {
             Ok(source) => source,
             Err(why) => {

@@ -16,7 +16,7 @@ use burgeon_snapshotter::{
     Answer, Failure, Snapshotter, api,
     filter::Filter,
     model::{Kind, Labels, Refusal},
-    remote::{Layers, Wanted},
+    remote::{LayerChain, Layers},
 };
 
 /// Claims what does not begin with `local`; mounts nothing.
@@ -28,7 +28,7 @@ struct Fake {
 }
 
 impl Layers for Fake {
-    fn claim(&self, wanted: &Wanted) -> Result<String, String> {
+    fn claim(&self, wanted: &LayerChain) -> Result<String, String> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         match wanted.image.starts_with("local") {
             true => Err("it is local".to_owned()),

@@ -21,7 +21,7 @@ use burgeon_daemon::{
     writes,
 };
 use burgeon_image::catalog::EMPTY_IMAGE;
-use burgeon_oci::Want;
+use burgeon_oci::ImageForm;
 use burgeon_source::Location;
 use serde_json::json;
 
@@ -179,9 +179,9 @@ pub(crate) fn place_at(
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
     let want = match args.index.as_deref() {
-        Some(digest) => Want::Index(digest),
-        None if args.checked => Want::Checked,
-        None => Want::Any,
+        Some(digest) => ImageForm::Index(digest),
+        None if args.checked => ImageForm::Checked,
+        None => ImageForm::Any,
     };
     let found = thread::scope(|scope| {
         // Start the daemon meanwhile: finding an image may take round trips. Errors here recur

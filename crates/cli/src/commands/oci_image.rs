@@ -6,7 +6,7 @@ use std::{process::ExitCode, time::Instant};
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord};
-use burgeon_oci::{How, Pull, ReadLayers, Source, Want};
+use burgeon_oci::{How, ImageForm, Pull, ReadLayers, Source};
 use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
@@ -72,7 +72,7 @@ impl ImageLocation {
 pub(super) fn find(
     context: &Context,
     text: String,
-    want: Want<'_>,
+    want: ImageForm<'_>,
     pull: Pull,
 ) -> Result<ImageLocation> {
     let text = match context.in_repository(&text)? {
@@ -85,7 +85,7 @@ pub(super) fn find(
         let (shown, digest, store_away) = (shown.clone(), None, false);
         ImageLocation { store, access, name, image, digest, store_away, missing: None, shown }
     };
-    let pinned = matches!(want, Want::Index(_));
+    let pinned = matches!(want, ImageForm::Index(_));
     let Some(source) = Source::parse(&text) else {
         if pinned {
             anyhow::bail!(Error::new(
@@ -186,7 +186,7 @@ pub(super) fn has_checked(context: &Context, text: &str) -> burgeon_block::Resul
     let (options, access, read) =
         (context.build_options(), Access::default(), ReadLayers::default());
     with_work(context, text, Pull::default(), &options, (&access, &read), |work| {
-        burgeon_oci::find_here(&store, &source, Want::Checked, work)
+        burgeon_oci::find_here(&store, &source, ImageForm::Checked, work)
     })
     .map(|found| found.is_some())
 }

@@ -5,7 +5,7 @@ use std::{process::ExitCode, time::Instant};
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord, Provenance};
-use burgeon_oci::{Pull, Pushed, Want};
+use burgeon_oci::{ImageForm, Pull, Pushed};
 use burgeon_source::{Access, Location, Store, registry::Name};
 use serde_json::json;
 
@@ -56,7 +56,7 @@ pub(super) fn describe(name: &str, to: &Name, pushed: &Pushed, seconds: f64) {
 }
 
 pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
-    let want = if args.eager { Want::Whole } else { Want::Any };
+    let want = if args.eager { ImageForm::Whole } else { ImageForm::Any };
     if let Some(name) = &args.name {
         catalog::check_given_name(name)?;
     }

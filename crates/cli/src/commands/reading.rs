@@ -24,7 +24,7 @@ use burgeon_image::{
     catalog::{self, Copied, ImageProvenance, ImageRecord},
 };
 use burgeon_oci::{
-    Found, FoundImage, Indexed, OciImage, Pull, ReadLayers, Source, Tags, Unpacked, Want,
+    Found, FoundImage, ImageForm, Indexed, OciImage, Pull, ReadLayers, Source, Tags, Unpacked,
 };
 use burgeon_source::{
     Access, Location, Store,
@@ -129,14 +129,14 @@ pub(super) fn find(
     context: &Context,
     text: &str,
     source: &Source,
-    want: Want<'_>,
+    want: ImageForm<'_>,
     pull: Pull,
 ) -> Result<Elsewhere> {
     let (index, form) = match want {
-        Want::Index(digest) => (Some(digest.to_owned()), Form::Any),
-        Want::Any => (None, Form::Any),
-        Want::Checked => (None, Form::Checked),
-        Want::Whole => (None, Form::Whole),
+        ImageForm::Index(digest) => (Some(digest.to_owned()), Form::Any),
+        ImageForm::Any => (None, Form::Any),
+        ImageForm::Checked => (None, Form::Checked),
+        ImageForm::Whole => (None, Form::Whole),
     };
     let task = Task::Find { text: text.to_owned(), index, form, pull };
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
@@ -369,10 +369,10 @@ fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> 
     let done = match job.task {
         Task::Find { text, index, form, pull } => {
             let want = match (&index, form) {
-                (Some(digest), _) => Want::Index(digest),
-                (None, Form::Any) => Want::Any,
-                (None, Form::Checked) => Want::Checked,
-                (None, Form::Whole) => Want::Whole,
+                (Some(digest), _) => ImageForm::Index(digest),
+                (None, Form::Any) => ImageForm::Any,
+                (None, Form::Checked) => ImageForm::Checked,
+                (None, Form::Whole) => ImageForm::Whole,
             };
             let source = parse(&text)?;
             let found = with_work(&context, &text, pull, &options, (access, read), |work| {

@@ -16,7 +16,8 @@ use rustix::net::{SendFlags, Shutdown, shutdown};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::{
-    ANSWER_MAX, HEAD_LEN, NOT_A_FILE, NOT_GRANTED, OpenAnswer, REQUEST_MAX, Wanted, receive, send,
+    ANSWER_MAX, HEAD_LEN, NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenTarget, REQUEST_MAX, receive,
+    send,
 };
 
 /// Requests that wait for the opener at a time.
@@ -87,7 +88,7 @@ impl Client {
 
     /// Opens `path` by the opener. `TimedOut` if it does not answer.
     pub(crate) fn open(self: &Arc<Self>, path: &Path, manner: Manner) -> Opening {
-        let (client, wanted) = (Arc::clone(self), Wanted::File(manner, path.to_owned()));
+        let (client, wanted) = (Arc::clone(self), OpenTarget::File(manner, path.to_owned()));
         let is_long = path.as_os_str().len() > REQUEST_MAX - HEAD_LEN;
         Box::pin(async move {
             if is_long {
@@ -104,14 +105,14 @@ impl Client {
 
     /// Opens `/dev/ublkcN`, for reading and writing. Also returns the process that has opened it.
     pub(crate) async fn open_ublk(&self, number: u32) -> io::Result<(File, u32)> {
-        let opened = within(DEVICE_PATIENCE, self.ask(Wanted::UblkQueues(number))).await?;
+        let opened = within(DEVICE_PATIENCE, self.ask(OpenTarget::UblkQueues(number))).await?;
         let process = opened.process.ok_or(io::ErrorKind::InvalidData)?;
         Ok((opened.file()?, process))
     }
 
     /// True if nobody uses `/dev/ublkbN`.
     pub(crate) async fn is_unused_ublk(&self, number: u32) -> io::Result<bool> {
-        match within(PATIENCE, self.ask(Wanted::UblkUnused(number))).await {
+        match within(PATIENCE, self.ask(OpenTarget::UblkUnused(number))).await {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(false),
             Err(e) => Err(e),
@@ -119,7 +120,7 @@ impl Client {
     }
 
     /// Asks one opener after another until one answers.
-    async fn ask(&self, wanted: Wanted) -> io::Result<Opened> {
+    async fn ask(&self, wanted: OpenTarget) -> io::Result<Opened> {
         loop {
             // Before the look, so that no line is missed.
             let mut connected = std::pin::pin!(self.connected.notified());
@@ -135,7 +136,7 @@ impl Client {
                         return match answer.errno {
                             0 => Ok(Opened { file: fd.map(File::from), process: answer.process }),
                             NOT_A_FILE => Err(not_a_file(match wanted {
-                                Wanted::File(manner, _) => manner,
+                                OpenTarget::File(manner, _) => manner,
                                 _ => Manner::Referred,
                             })),
                             NOT_GRANTED => Err(not_granted()),
@@ -149,7 +150,7 @@ impl Client {
     }
 
     /// Sends a request; `None` without an opener.
-    fn send(&self, wanted: &Wanted) -> Option<io::Result<Asked<'_>>> {
+    fn send(&self, wanted: &OpenTarget) -> Option<io::Result<Asked<'_>>> {
         let mut state = self.lock();
         let line = Arc::clone(state.line.as_ref()?);
         state.number += 1;

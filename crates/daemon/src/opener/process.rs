@@ -22,7 +22,7 @@ use burgeon_source::opening::not_granted;
 use rustix::net::{SendFlags, Shutdown, shutdown};
 
 use super::{
-    NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, Wanted, devices,
+    NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenRequest, OpenTarget, REQUEST_MAX, ToOpener, devices,
     granted::Granted, receive, send,
 };
 use crate::{host::harden, ipc::wire, log, roles, state::paths::StateDir, transport};
@@ -177,19 +177,19 @@ impl Line {
 
     fn answer(&self, request: &OpenRequest) -> io::Result<()> {
         let opened = match &request.wanted {
-            Wanted::File(manner, path) => self.granted.open(path, *manner).map(Some),
-            Wanted::UblkQueues(_) | Wanted::UblkUnused(_)
+            OpenTarget::File(manner, path) => self.granted.open(path, *manner).map(Some),
+            OpenTarget::UblkQueues(_) | OpenTarget::UblkUnused(_)
                 if !self.has_ublk && transport::uses_ublk() =>
             {
                 self.give_up("the kernel has come to have ublk");
             }
-            Wanted::UblkQueues(number) | Wanted::UblkUnused(number)
+            OpenTarget::UblkQueues(number) | OpenTarget::UblkUnused(number)
                 if !self.granted.has_device(*number) =>
             {
                 Err(not_granted())
             }
-            Wanted::UblkQueues(number) => devices::open_queues(*number).map(Some),
-            Wanted::UblkUnused(number) => match transport::is_unused(*number) {
+            OpenTarget::UblkQueues(number) => devices::open_queues(*number).map(Some),
+            OpenTarget::UblkUnused(number) => match transport::is_unused(*number) {
                 true => Ok(None),
                 false => Err(io::Error::from_raw_os_error(libc::EBUSY)),
             },
@@ -204,8 +204,8 @@ impl Line {
             }),
         };
         let process = match request.wanted {
-            Wanted::UblkQueues(_) => Some(std::process::id()),
-            Wanted::File(..) | Wanted::UblkUnused(_) => None,
+            OpenTarget::UblkQueues(_) => Some(std::process::id()),
+            OpenTarget::File(..) | OpenTarget::UblkUnused(_) => None,
         };
         let answer = OpenAnswer { number: request.number, errno, process };
         let fd = opened.as_ref().ok().and_then(Option::as_ref).map(AsFd::as_fd);

@@ -27,7 +27,7 @@ use burgeon_daemon::{Client, writes};
 use burgeon_oci::{OciImage, Source, Verdict};
 use burgeon_snapshotter::{
     matches,
-    remote::{Layers, Wanted},
+    remote::{LayerChain, Layers},
     repository,
 };
 use burgeon_source::registry::OciDigest;
@@ -149,7 +149,7 @@ impl OwnLayers {
 }
 
 impl Layers for OwnLayers {
-    fn claim(&self, wanted: &Wanted) -> Result<String, String> {
+    fn claim(&self, wanted: &LayerChain) -> Result<String, String> {
         let repository = repository(&wanted.image);
         let wrong = |e: Error| e.to_string();
         let digest: OciDigest = wanted.manifest.parse().map_err(wrong)?;
@@ -265,7 +265,7 @@ pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
 }
 
 /// The image has the chain, and its topmost layer is the one that containerd would fetch.
-fn check_top(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
+fn check_top(image: &OciImage, wanted: &LayerChain) -> Result<(), String> {
     let has = |chain: &Option<String>| chain.as_ref() == Some(&wanted.chain);
     let top = image.layers.iter().position(|layer| has(&layer.chain_id));
     let top = top.ok_or_else(|| format!("{} has no chain {}", image.digest, wanted.chain))?;
