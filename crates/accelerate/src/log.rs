@@ -95,7 +95,7 @@ pub(crate) enum Segment {
 }
 
 /// The result of recovery.
-pub(crate) struct Found {
+pub(crate) struct Recovered {
     pub(crate) map: BTreeMap<Key, DirtyVersion>,
     pub(crate) segments: Vec<Segment>,
     /// Not below any number that a record has had.
@@ -171,7 +171,7 @@ fn key_behind(first: Key, index: usize) -> Key {
 }
 
 impl Log {
-    pub(crate) fn new(layout: Layout, id: [u8; 16], found: Found) -> Self {
+    pub(crate) fn new(layout: Layout, id: [u8; 16], found: Recovered) -> Self {
         let used = AtomicU64::new(found.map.len() as u64);
         let state = State {
             map: found.map,

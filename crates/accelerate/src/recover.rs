@@ -14,7 +14,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 use crate::{
     format::{Layout, LogHead},
     keys::Key,
-    log::{DirtyVersion, Found, Segment, segment_blocks},
+    log::{DirtyVersion, Recovered, Segment, segment_blocks},
     record::LogRecord,
     sets::check_of,
 };
@@ -35,7 +35,7 @@ pub(crate) fn recover(
     head: &LogHead,
     id: [u8; 16],
     blocks_max: u64,
-) -> Result<Found> {
+) -> Result<Recovered> {
     let size = segment_blocks(layout);
     let count = layout.log_blocks / size;
     let mut reads = Vec::new();
@@ -92,7 +92,7 @@ pub(crate) fn recover(
     {
         segments[open as usize] = Segment::Avoided;
     }
-    Ok(Found { map, segments, next, generation, first, avoided })
+    Ok(Recovered { map, segments, next, generation, first, avoided })
 }
 
 fn damaged(why: &str) -> Error {

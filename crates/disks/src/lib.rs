@@ -24,4 +24,4 @@ pub use report::{DriveReport, Figure, REPORT_MAX, Trouble, Unit};
 pub use smartctl::Smartctl;
 pub use state::{Locked, STATE_MAX, State};
 pub use survey::{Disk, survey};
-pub use units::{CANDIDATES, Evidence, Verdict, Window};
+pub use units::{CANDIDATES, Evidence, UnitMatch, Window};

@@ -118,7 +118,7 @@ pub struct Window {
 
 /// The result of one window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Verdict {
+pub enum UnitMatch {
     /// Too little has moved, or too much moved while the counters were read.
     NeedsMore,
     /// This candidate is the only one possible.
@@ -129,21 +129,21 @@ pub enum Verdict {
 
 impl Window {
     /// The candidate that this window allows.
-    pub fn verdict(&self) -> Verdict {
+    pub fn verdict(&self) -> UnitMatch {
         let (min, max) = (self.bytes.0 as f64, self.bytes.1 as f64);
         if self.ticks < TICKS_MIN {
-            return Verdict::NeedsMore;
+            return UnitMatch::NeedsMore;
         }
         let low = min / (self.ticks as f64 + 1.0) * (1.0 - TOLERANCE);
         let high = max / (self.ticks as f64 - 1.0) * (1.0 + TOLERANCE);
         if high > low * SPREAD_MAX && high > 1.0 {
-            return Verdict::NeedsMore;
+            return UnitMatch::NeedsMore;
         }
         let mut possible = CANDIDATES.iter().filter(|unit| (low..=high).contains(&(**unit as f64)));
         match (possible.next(), possible.next()) {
-            (None, _) => Verdict::MatchesNone,
-            (Some(unit), None) => Verdict::Matches(*unit),
-            (Some(_), Some(_)) => Verdict::NeedsMore,
+            (None, _) => UnitMatch::MatchesNone,
+            (Some(unit), None) => UnitMatch::Matches(*unit),
+            (Some(_), Some(_)) => UnitMatch::NeedsMore,
         }
     }
 
@@ -169,10 +169,10 @@ impl Evidence {
     /// Takes a window into account. False if it needs more before it says something.
     pub fn add(&mut self, window: Window) -> bool {
         let verdict = window.verdict();
-        if verdict == Verdict::NeedsMore {
+        if verdict == UnitMatch::NeedsMore {
             return false;
         }
-        if self.windows >= WINDOWS_BOTH && verdict != Verdict::Matches(self.candidate) {
+        if self.windows >= WINDOWS_BOTH && verdict != UnitMatch::Matches(self.candidate) {
             // Writes of others make later windows differ; they do not change the unit.
             if window.shows_too_small(self.candidate) {
                 *self = Self::default();
@@ -180,7 +180,7 @@ impl Evidence {
             return true;
         }
         match verdict {
-            Verdict::Matches(unit) if unit == self.candidate => {
+            UnitMatch::Matches(unit) if unit == self.candidate => {
                 self.windows = self.windows.saturating_add(1);
                 self.ticks = self.ticks.saturating_add(window.ticks);
                 self.bytes_min = self.bytes_min.saturating_add(window.bytes.0);
@@ -189,7 +189,7 @@ impl Evidence {
                     *self = Self::default();
                 }
             }
-            Verdict::Matches(unit) => {
+            UnitMatch::Matches(unit) => {
                 *self = Self {
                     candidate: unit,
                     windows: 1,
@@ -223,7 +223,7 @@ impl Evidence {
 
 #[cfg(test)]
 mod tests {
-    use super::{CANDIDATES, Evidence, Verdict, Window};
+    use super::{CANDIDATES, Evidence, UnitMatch, Window};
 
     /// Deterministic numbers.
     struct Numbers(u64);
@@ -269,12 +269,12 @@ mod tests {
     #[test]
     fn too_little_movement_is_no_evidence() {
         let verdict = |ticks, low, high| Window { ticks, bytes: (low, high) }.verdict();
-        assert_eq!(verdict(127, 127 << 20, 127 << 20), Verdict::NeedsMore);
-        assert_eq!(verdict(256, 256 << 20, 256 << 20), Verdict::Matches(1 << 20));
+        assert_eq!(verdict(127, 127 << 20, 127 << 20), UnitMatch::NeedsMore);
+        assert_eq!(verdict(256, 256 << 20, 256 << 20), UnitMatch::Matches(1 << 20));
         // The kernel moved as much while the drive was asked as before.
-        assert_eq!(verdict(256, 256 << 20, 512 << 20), Verdict::NeedsMore);
-        assert_eq!(verdict(1000, 0, 0), Verdict::MatchesNone);
-        assert_eq!(verdict(u64::MAX, u64::MAX, u64::MAX), Verdict::MatchesNone);
+        assert_eq!(verdict(256, 256 << 20, 512 << 20), UnitMatch::NeedsMore);
+        assert_eq!(verdict(1000, 0, 0), UnitMatch::MatchesNone);
+        assert_eq!(verdict(u64::MAX, u64::MAX, u64::MAX), UnitMatch::MatchesNone);
     }
 
     #[test]

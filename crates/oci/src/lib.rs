@@ -65,7 +65,7 @@ pub use self::{
     settings::Settings,
     source::Source,
     tags::{PATIENCE, Pull, TagRecord, Tags, is_no_answer, never},
-    unpacked::{ReadLayers, Unpacked, Unpackings, Verdict, unpack},
+    unpacked::{DiffIdCheck, ReadLayers, Unpacked, Unpackings, unpack},
 };
 
 /// Progress callback, called from any thread: bytes of layers fetched, and bytes in total.

@@ -99,7 +99,7 @@ pub(crate) fn digest_of(archive: impl Read, limit: u64) -> Result<OciDigest> {
 
 /// What this host knows about the diff IDs of an image.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Verdict {
+pub enum DiffIdCheck {
     /// All layers were read here, and have the diff IDs that the image states.
     Verified,
     /// The first layer that was not read here.
@@ -192,13 +192,13 @@ impl Unpackings {
     }
 
     /// Judges the first `count` layers of an image.
-    pub fn judge(&self, image: &OciImage, count: usize) -> Verdict {
+    pub fn judge(&self, image: &OciImage, count: usize) -> DiffIdCheck {
         let layers: Vec<&OciLayer> = image.layers.iter().take(count).collect();
         let mut unread = None;
         for layer in layers {
             match (self.diff_id(&layer.digest), &layer.diff_id) {
                 (Some(found), Some(stated)) if found != *stated => {
-                    return Verdict::Differs(format!(
+                    return DiffIdCheck::Differs(format!(
                         "the layer {} unpacks to {found}, and the image {} states {stated}",
                         layer.digest, image.digest
                     ));
@@ -207,7 +207,7 @@ impl Unpackings {
                 _ => unread = unread.or_else(|| Some(layer.digest.clone())),
             }
         }
-        unread.map_or(Verdict::Verified, Verdict::Unread)
+        unread.map_or(DiffIdCheck::Verified, DiffIdCheck::Unread)
     }
 }
 
@@ -221,7 +221,7 @@ mod tests {
 
     use burgeon_source::registry::OciDigest;
 
-    use super::{DIFFERS, Unpacked, Unpackings, Verdict, digest_of};
+    use super::{DIFFERS, DiffIdCheck, Unpacked, Unpackings, digest_of};
     use crate::kept::{OciImage, OciLayer};
 
     fn id(text: &str) -> String {
@@ -250,10 +250,10 @@ mod tests {
             stated: Some(id(stated)),
         };
         let good = image(&[("l1", "d1"), ("l2", "d2")]);
-        assert_eq!(all.judge(&good, 2), Verdict::Unread(id("l1")));
+        assert_eq!(all.judge(&good, 2), DiffIdCheck::Unread(id("l1")));
         all.record(&[unpacked("l1", "d1", "d1")]).unwrap();
-        assert_eq!(all.judge(&good, 1), Verdict::Verified);
-        assert_eq!(all.judge(&good, 2), Verdict::Unread(id("l2")));
+        assert_eq!(all.judge(&good, 1), DiffIdCheck::Verified);
+        assert_eq!(all.judge(&good, 2), DiffIdCheck::Unread(id("l2")));
         // An image that states the same of other bytes.
         let forged = image(&[("l9", "d1"), ("l2", "d2")]);
         let differing = || {
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(differing(), 0);
         assert!(!all.has_differing());
         all.record(&[unpacked("l9", "d9", "d1")]).unwrap();
-        let Verdict::Differs(why) = all.judge(&forged, 2) else { panic!() };
+        let DiffIdCheck::Differs(why) = all.judge(&forged, 2) else { panic!() };
         assert!(
             why.contains(&id("l9")) && why.contains(&id("d9")) && why.contains(&id("d1")),
             "{why}"
@@ -274,16 +274,16 @@ mod tests {
         let error = all.record(&[unpacked("l1", "junk", "junk")]).unwrap_err();
         assert!(error.to_string().contains(&id("junk")), "{error}");
         assert_eq!(all.diff_id(&id("l1")), Some(id("d1")));
-        assert_eq!(all.judge(&good, 1), Verdict::Verified, "others are none the worse");
+        assert_eq!(all.judge(&good, 1), DiffIdCheck::Verified, "others are none the worse");
         // A damaged record, and one under another's name, count as missing.
         let path = |layer: &str| all.folder.join(id(layer).strip_prefix("sha256:").unwrap());
         fs::copy(path("l1"), path("l2")).unwrap();
-        assert_eq!(all.judge(&good, 2), Verdict::Unread(id("l2")));
+        assert_eq!(all.judge(&good, 2), DiffIdCheck::Unread(id("l2")));
         let text = fs::read_to_string(path("l1")).unwrap();
         fs::write(path("l1"), text.replace(&id("d1"), &id("d9"))).unwrap();
-        assert_eq!(all.judge(&good, 1), Verdict::Unread(id("l1")));
+        assert_eq!(all.judge(&good, 1), DiffIdCheck::Unread(id("l1")));
         all.record(&[unpacked("l1", "d1", "d1")]).unwrap();
-        assert_eq!(all.judge(&good, 1), Verdict::Verified);
+        assert_eq!(all.judge(&good, 1), DiffIdCheck::Verified);
     }
 
     #[test]

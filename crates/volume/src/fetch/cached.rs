@@ -19,7 +19,7 @@ use burgeon_block::{BLOCK_SIZE, BlockSource, Digest, LocalFile, Pages};
 use burgeon_image::Codec;
 
 use super::in_flight::Cost;
-use crate::{Volume, recorded::Mismatch, residency::Found, verify::check_blocks};
+use crate::{Volume, recorded::Mismatch, residency::CachedChunk, verify::check_blocks};
 
 /// True for the bytes of a chunk that was evicted when the server was killed: the space is free,
 /// and the cache's record of that is lost.
@@ -34,7 +34,7 @@ pub(super) enum Cached {
     /// Its bytes are right.
     Right(Pages),
     /// Its bytes, which nothing here can verify.
-    Unknown(Pages, Found),
+    Unknown(Pages, CachedChunk),
 }
 
 impl<S, F> Volume<S, F>
@@ -54,7 +54,7 @@ where
     }
 
     /// Hashes a chunk of the cache. Returns also the number of its corrupt blocks.
-    fn judge(&self, index: u32, found: Found) -> (Cached, u64) {
+    fn judge(&self, index: u32, found: CachedChunk) -> (Cached, u64) {
         let chunk = self.map.chunk(index);
         let Some(mut pages) = Pages::zeroed(chunk.range.len()) else { return (Cached::Absent, 0) };
         if !self.residency.read_found(&found, pages.bytes_mut()) {
@@ -96,7 +96,7 @@ where
     pub(super) fn settle(
         &self,
         index: u32,
-        cached: &(Pages, Found),
+        cached: &(Pages, CachedChunk),
         right: &[u8],
         cost: &mut Cost,
     ) {

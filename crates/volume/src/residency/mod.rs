@@ -57,7 +57,7 @@ pub(crate) trait Keys {
 
 /// A chunk in the cache.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Found {
+pub(crate) struct CachedChunk {
     place: Place,
     key: ChunkKey,
 }
@@ -151,10 +151,10 @@ impl<K: Keys> Residency<K> {
     }
 
     /// Asks the cache for chunk `index`, whatever is known of it.
-    pub(crate) fn look_up(&self, index: u32) -> Option<Found> {
+    pub(crate) fn look_up(&self, index: u32) -> Option<CachedChunk> {
         let find = |domain: &Domain| {
             let key = self.keys.key(index, domain)?;
-            Some(Found { place: self.cache.store.find(&key)?, key })
+            Some(CachedChunk { place: self.cache.store.find(&key)?, key })
         };
         let found = self.domains.iter().find_map(find);
         self.places.set(index, found.map(|found| found.place));
@@ -168,15 +168,15 @@ impl<K: Keys> Residency<K> {
     }
 
     /// Fills `buf` with all bytes of a chunk that was found.
-    pub(crate) fn read_found(&self, found: &Found, buf: &mut [u8]) -> bool {
+    pub(crate) fn read_found(&self, found: &CachedChunk, buf: &mut [u8]) -> bool {
         self.cache.store.read(found.place, 0, buf)
     }
 
     /// The bytes of chunk `index` at `found` are wrong, or cannot be read: the cache forgets them.
     /// False if it has forgotten them already, so that they prove nothing. The caller has hashed
     /// the whole chunk.
-    pub(crate) fn doubt(&self, index: u32, found: &Found) -> bool {
-        let Found { place, key } = found;
+    pub(crate) fn doubt(&self, index: u32, found: &CachedChunk) -> bool {
+        let CachedChunk { place, key } = found;
         self.places.set(index, None);
         if self.cache.store.find(key) != Some(*place) {
             return false;

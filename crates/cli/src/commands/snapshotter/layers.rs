@@ -24,7 +24,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_daemon::{Client, writes};
-use burgeon_oci::{OciImage, Source, Verdict};
+use burgeon_oci::{DiffIdCheck, OciImage, Source};
 use burgeon_snapshotter::{
     matches,
     remote::{LayerChain, Layers},
@@ -136,9 +136,11 @@ impl OwnLayers {
     /// here, which was made from the same bytes.
     fn claim_verified(&self, text: &str, image: &OciImage, chain: &str) -> Result<String, String> {
         match self.context.unpackings().judge(image, image.layers.len()) {
-            Verdict::Verified => {}
-            Verdict::Unread(layer) => return Err(format!("the layer {layer} was not read here")),
-            Verdict::Differs(why) => return Err(why),
+            DiffIdCheck::Verified => {}
+            DiffIdCheck::Unread(layer) => {
+                return Err(format!("the layer {layer} was not read here"));
+            }
+            DiffIdCheck::Differs(why) => return Err(why),
         }
         let indexed = oci_image::has_checked(&self.context, text).map_err(|e| e.to_string())?;
         match indexed {
@@ -159,7 +161,7 @@ impl Layers for OwnLayers {
             Some(image) => {
                 check_top(image, wanted)?;
                 let unpackings = self.context.unpackings();
-                if let Verdict::Differs(why) = unpackings.judge(image, image.layers.len()) {
+                if let DiffIdCheck::Differs(why) = unpackings.judge(image, image.layers.len()) {
                     return Err(why);
                 }
                 match self.claim_verified(&text, image, &wanted.chain) {
@@ -181,7 +183,7 @@ impl Layers for OwnLayers {
         };
         // Its documents may have come just now: the layers may be known from another image.
         let unpackings = self.context.unpackings();
-        if let Verdict::Differs(why) = unpackings.judge(&image, image.layers.len()) {
+        if let DiffIdCheck::Differs(why) = unpackings.judge(&image, image.layers.len()) {
             return Err(why);
         }
         check_top(&image, wanted)?;
@@ -259,8 +261,8 @@ pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
     let chain = source.rsplit_once("#chain=")?.1;
     let top = image.layers.iter().position(|layer| layer.chain_id.as_deref() == Some(chain))?;
     match context.unpackings().judge(&image, top + 1) {
-        Verdict::Differs(why) => Some(format!("{why} ({text})")),
-        Verdict::Verified | Verdict::Unread(_) => None,
+        DiffIdCheck::Differs(why) => Some(format!("{why} ({text})")),
+        DiffIdCheck::Verified | DiffIdCheck::Unread(_) => None,
     }
 }
 

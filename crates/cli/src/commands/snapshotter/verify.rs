@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, path::Path, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_oci::{OciImage, Source, Verdict};
+use burgeon_oci::{DiffIdCheck, OciImage, Source};
 use serde_json::json;
 
 use super::{
@@ -24,9 +24,9 @@ pub(super) fn verify(context: &Context, root: &Path) -> Result<ExitCode> {
     let mut shown = Vec::new();
     for text in images {
         let (result, why) = match verify_one(context, text) {
-            Ok(Verdict::Verified) => ("verified", None),
-            Ok(Verdict::Differs(why)) => ("differs", Some(why)),
-            Ok(Verdict::Unread(layer)) => ("unread", Some(format!("{layer} has no diff ID"))),
+            Ok(DiffIdCheck::Verified) => ("verified", None),
+            Ok(DiffIdCheck::Differs(why)) => ("differs", Some(why)),
+            Ok(DiffIdCheck::Unread(layer)) => ("unread", Some(format!("{layer} has no diff ID"))),
             Err(error) => ("unread", Some(error.to_string())),
         };
         if !context.json {
@@ -45,7 +45,7 @@ pub(super) fn verify(context: &Context, root: &Path) -> Result<ExitCode> {
 }
 
 /// Reads the layers of an image, unless all of them were read before.
-fn verify_one(context: &Context, text: &str) -> burgeon_block::Result<Verdict> {
+fn verify_one(context: &Context, text: &str) -> burgeon_block::Result<DiffIdCheck> {
     let invalid = || Error::new(ErrorKind::Invalid, format!("{text} is no image by its digest"));
     let source = Source::parse(text).ok_or_else(invalid)??;
     let digest = source.pinned().ok_or_else(invalid)?;
@@ -56,14 +56,14 @@ fn verify_one(context: &Context, text: &str) -> burgeon_block::Result<Verdict> {
     let image = context.documents().image(digest).ok_or_else(lost)?;
     let judge = |image: &OciImage| context.unpackings().judge(image, image.layers.len());
     match judge(&image) {
-        Verdict::Unread(_) => {}
+        DiffIdCheck::Unread(_) => {}
         known => return Ok(known),
     }
     match reading::unpack(context, text, &source) {
         Err(error) if error.kind() != ErrorKind::Corrupt => Err(error),
         // The record tells which layer differs; other damage is the error.
         read => match (judge(&image), read) {
-            (Verdict::Unread(_), Err(error)) => Err(error),
+            (DiffIdCheck::Unread(_), Err(error)) => Err(error),
             (verdict, _) => Ok(verdict),
         },
     }
