@@ -41,7 +41,7 @@ pub struct SetTag {
 
 /// The arithmetic of keys for one number of sets.
 #[derive(Clone, Copy, Debug)]
-pub struct Keys {
+pub struct KeyMapping {
     sets: u64,
     /// Bits of a key.
     bits: u32,
@@ -49,7 +49,7 @@ pub struct Keys {
     inverses: [u64; 3],
 }
 
-impl Keys {
+impl KeyMapping {
     /// Keys for `sets` sets; at least one.
     pub fn new(sets: u32) -> Self {
         let sets = sets.max(1);
@@ -123,12 +123,12 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{Key, Keys, TAG_BITS};
+    use super::{Key, KeyMapping, TAG_BITS};
 
     proptest! {
         #[test]
         fn a_place_is_one_key(sets in 1u32..1 << 25, device: u8, block: u64) {
-            let keys = Keys::new(sets);
+            let keys = KeyMapping::new(sets);
             let key = Key { device, block: block % keys.blocks_max() };
             let place = keys.place(key);
             prop_assert!(place.set < sets && place.tag < 1 << TAG_BITS);
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn neighbours_spread_evenly_over_the_sets() {
         for sets in [1000, 1024, 65_535] {
-            let keys = Keys::new(sets);
+            let keys = KeyMapping::new(sets);
             let mut blocks = vec![0u32; sets as usize];
             let mut places = HashSet::new();
             for block in 0..u64::from(sets) * 16 {
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_small_cache_takes_devices_of_tebibytes_and_a_large_one_of_pebibytes() {
-        assert_eq!(Keys::new(256).blocks_max() * 4096, 2 << 40);
-        assert_eq!(Keys::new(1 << 24).blocks_max() * 4096, 4 << 50);
+        assert_eq!(KeyMapping::new(256).blocks_max() * 4096, 2 << 40);
+        assert_eq!(KeyMapping::new(1 << 24).blocks_max() * 4096, 4 << 50);
     }
 }

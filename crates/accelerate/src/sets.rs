@@ -21,7 +21,7 @@ use std::sync::atomic::{
     Ordering::{Relaxed, SeqCst},
 };
 
-use crate::keys::{Key, Keys, SetTag};
+use crate::keys::{Key, KeyMapping, SetTag};
 
 /// Slots of a set.
 pub const WAYS: usize = 16;
@@ -36,7 +36,7 @@ pub type Slot = u32;
 
 /// The index.
 pub struct Sets {
-    keys: Keys,
+    keys: KeyMapping,
     words: Box<[AtomicU32]>,
     checks: Box<[AtomicU32]>,
     /// A bit for each part of the stored index: it has changed since it was taken.
@@ -49,7 +49,7 @@ impl Sets {
         let slots = sets as usize * WAYS;
         let parts = sets.div_ceil(SETS_A_PART) as usize;
         Self {
-            keys: Keys::new(sets),
+            keys: KeyMapping::new(sets),
             words: (0..slots).map(|_| AtomicU32::new(0)).collect(),
             checks: (0..slots).map(|_| AtomicU32::new(0)).collect(),
             changed: (0..parts.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
@@ -57,7 +57,7 @@ impl Sets {
     }
 
     /// The arithmetic of keys.
-    pub fn keys(&self) -> &Keys {
+    pub fn keys(&self) -> &KeyMapping {
         &self.keys
     }
 

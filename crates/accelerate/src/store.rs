@@ -28,7 +28,7 @@ use crate::{
     counters::{Count, Counts},
     format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
     format::{decode_part, encode_part},
-    keys::{Key, Keys},
+    keys::{Key, KeyMapping},
     locks::{Locked, Locks, Span},
     log::Log,
     policy::{Fate, Kind, Policy},
@@ -144,7 +144,7 @@ impl<C: LocalFile> Store<C> {
         if trust == Trust::Cold {
             head.epoch += 1;
         }
-        let blocks_max = Keys::new(head.layout.sets).blocks_max();
+        let blocks_max = KeyMapping::new(head.layout.sets).blocks_max();
         let log = match head.layout.log_blocks {
             0 => None,
             _ => {

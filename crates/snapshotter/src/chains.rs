@@ -21,7 +21,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 use crate::{
-    keys::Keys,
+    keys::NamesInUse,
     model::Remote,
     remote::{self, LayerChain, Layers},
 };
@@ -30,7 +30,7 @@ use crate::{
 pub(crate) struct Chains {
     folder: PathBuf,
     /// Chains that are being mounted or unmounted.
-    keys: Keys,
+    keys: NamesInUse,
     layers: Arc<dyn Layers>,
     /// Number of claims that are being asked for.
     claims: Arc<AtomicUsize>,
@@ -38,7 +38,7 @@ pub(crate) struct Chains {
 
 impl Chains {
     pub(crate) fn new(folder: PathBuf, layers: Arc<dyn Layers>) -> Self {
-        Self { folder, keys: Keys::default(), layers, claims: Arc::default() }
+        Self { folder, keys: NamesInUse::default(), layers, claims: Arc::default() }
     }
 
     /// A reference to mount the chain from, or why its layers are local.

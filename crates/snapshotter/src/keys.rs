@@ -15,7 +15,7 @@ const WAIT: Duration = Duration::from_secs(120);
 
 /// The names in use.
 #[derive(Debug, Default)]
-pub(crate) struct Keys {
+pub(crate) struct NamesInUse {
     used: Mutex<HashMap<String, Use>>,
     freed: Condvar,
 }
@@ -29,11 +29,11 @@ enum Use {
 /// Names that are taken until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Taken<'a> {
-    keys: &'a Keys,
+    keys: &'a NamesInUse,
     names: Vec<String>,
 }
 
-impl Keys {
+impl NamesInUse {
     /// Takes `alone` and `shared`, or nothing if another call has one of them for too long.
     pub(crate) fn take(&self, alone: &[&str], shared: Option<&str>) -> Option<Taken<'_>> {
         self.take_within(alone, shared, WAIT)
@@ -93,13 +93,13 @@ impl Drop for Taken<'_> {
 mod tests {
     use std::{thread, time::Duration};
 
-    use super::Keys;
+    use super::NamesInUse;
 
     const NONE: Duration = Duration::ZERO;
 
     #[test]
     fn a_name_is_taken_alone_or_shared() {
-        let keys = Keys::default();
+        let keys = NamesInUse::default();
         let first = keys.take_within(&["a"], Some("p"), NONE).unwrap();
         let second = keys.take_within(&["b"], Some("p"), NONE).unwrap();
         assert!(keys.take_within(&["a"], None, NONE).is_none());
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_waiting_call_goes_on_when_the_name_is_free() {
-        let keys = Keys::default();
+        let keys = NamesInUse::default();
         let taken = keys.take(&["a"], None).unwrap();
         thread::scope(|scope| {
             let waiting = scope.spawn(|| keys.take(&["a"], None).is_some());

@@ -27,7 +27,7 @@ use crate::{
     containers::Containers,
     disk::{Disk, RootAttributes},
     filter::Filter,
-    keys::{Keys, Taken},
+    keys::{NamesInUse, Taken},
     model::{Kind, Labels, Native, Refusal, Remote, Snapshot, Snapshots, Usage},
     overlay,
     remote::{self, CLAIM_TIME, LayerChain, Layers},
@@ -65,7 +65,7 @@ pub type Answer<T> = std::result::Result<T, Failure>;
 pub struct Snapshotter {
     pub(crate) disk: Disk,
     all: Mutex<Snapshots>,
-    keys: Keys,
+    keys: NamesInUse,
     options: overlay::Options,
     trash: Trash,
     /// `None`: all layers are local.
@@ -102,7 +102,7 @@ impl Snapshotter {
         Ok(Self {
             disk,
             all: Mutex::new(Snapshots::new(loaded.snapshots, last_id)),
-            keys: Keys::default(),
+            keys: NamesInUse::default(),
             options: overlay::Options::of_kernel(),
             trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
             chains: None,

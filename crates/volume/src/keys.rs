@@ -14,9 +14,9 @@ use burgeon_block::{Digest, ObjectKind};
 use burgeon_cache::{ChunkKey, Domain, Kind};
 use burgeon_image::{AddressMap, Codec};
 
-use crate::residency::Keys;
+use crate::residency::ChunkKeys;
 
-impl Keys for std::sync::Arc<AddressMap> {
+impl ChunkKeys for std::sync::Arc<AddressMap> {
     fn count(&self) -> u32 {
         self.chunk_count()
     }

@@ -10,7 +10,7 @@
 //!             (fetch) ──► admit
 //! ```
 //!
-//! Chunks have the indices of their image; their keys come from [`Keys`]. This module knows
+//! Chunks have the indices of their image; their keys come from [`ChunkKeys`]. This module knows
 //! neither addresses nor checksums nor readers. A mount with credentials looks in the public
 //! domain first, then in its own, and admits to its own.
 //!
@@ -46,7 +46,7 @@ pub struct CacheAccess {
 }
 
 /// The keys of an image's chunks.
-pub(crate) trait Keys {
+pub(crate) trait ChunkKeys {
     /// The number of chunks.
     fn count(&self) -> u32;
     /// Length of a chunk in bytes.
@@ -72,7 +72,7 @@ pub(crate) struct Residency<K> {
     domains: Box<[Domain]>,
 }
 
-impl<K: Keys> Residency<K> {
+impl<K: ChunkKeys> Residency<K> {
     /// The residency of the chunks of `keys` in `cache`.
     pub(crate) fn open(cache: CacheAccess, keys: K) -> Self {
         let own = Some(cache.domain).filter(|domain| *domain != Domain::PUBLIC);
@@ -247,14 +247,14 @@ mod tests {
         testing::{Fault, MemoryStore},
     };
 
-    use super::{CacheAccess, Keys, Residency};
+    use super::{CacheAccess, ChunkKeys, Residency};
 
     const LEN: usize = 8192;
 
     /// Chunks that are named by their index.
     struct Named(u32);
 
-    impl Keys for Named {
+    impl ChunkKeys for Named {
         fn count(&self) -> u32 {
             self.0
         }
