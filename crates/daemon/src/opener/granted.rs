@@ -28,7 +28,7 @@ use rustix::fs::OFlags;
 
 use crate::{
     id::MountId,
-    state::grants::{self, Grants, Permit},
+    state::grants::{self, Grants, OpenRule},
 };
 
 /// The grants of all living mounts.
@@ -72,8 +72,8 @@ impl Granted {
     pub(super) fn open(&self, path: &Path, manner: Manner) -> io::Result<File> {
         let opened = self.first(|grants| {
             let opened = match grants.permit(path, manner)? {
-                Permit::Exactly => open_checked(path, manner),
-                Permit::Beneath { folder, name } => open_checked_beneath(folder, name, manner),
+                OpenRule::Exactly => open_checked(path, manner),
+                OpenRule::Beneath { folder, name } => open_checked_beneath(folder, name, manner),
             };
             // It leads out of the folder; another mount may have been granted that place by name.
             let is_out = |e: &io::Error| e.raw_os_error() == Some(libc::EXDEV);

@@ -62,7 +62,7 @@ struct GrantRecord {
 
 /// The way to open a path.
 #[derive(PartialEq, Eq, Debug)]
-pub(crate) enum Permit<'a> {
+pub(crate) enum OpenRule<'a> {
     /// The path itself.
     Exactly,
     /// `name` in or beneath `folder`, and nothing outside of it.
@@ -120,16 +120,16 @@ impl Grants {
     }
 
     /// The way to open `path`; `None` if it is not allowed.
-    pub(crate) fn permit<'a>(&self, path: &'a Path, manner: Manner) -> Option<Permit<'a>> {
+    pub(crate) fn permit<'a>(&self, path: &'a Path, manner: Manner) -> Option<OpenRule<'a>> {
         let (exact, above) = match manner {
             Manner::Stored | Manner::Folder => (&self.credentials, &self.stores),
             Manner::Referred | Manner::Identified => (&self.files, &self.folders),
         };
         if exact.contains(path) {
-            return Some(Permit::Exactly);
+            return Some(OpenRule::Exactly);
         }
         let folder = path.ancestors().filter(|folder| above.contains(*folder)).last()?;
-        Some(Permit::Beneath { folder, name: path.strip_prefix(folder).ok()? })
+        Some(OpenRule::Beneath { folder, name: path.strip_prefix(folder).ok()? })
     }
 
     /// True if the ublk device `number` may be opened.
@@ -248,11 +248,11 @@ mod tests {
     use burgeon_block::ErrorKind;
     use burgeon_source::opening::Manner;
 
-    use super::{FILES_MAX, Grants, Permit, RECORD_MAX, find, publish, revoke, sweep};
+    use super::{FILES_MAX, Grants, OpenRule, RECORD_MAX, find, publish, revoke, sweep};
     use crate::{id::MountId, state::paths::StateDir};
 
-    fn beneath<'a>(folder: &'a str, name: &'a str) -> Option<Permit<'a>> {
-        Some(Permit::Beneath { folder: Path::new(folder), name: Path::new(name) })
+    fn beneath<'a>(folder: &'a str, name: &'a str) -> Option<OpenRule<'a>> {
+        Some(OpenRule::Beneath { folder: Path::new(folder), name: Path::new(name) })
     }
 
     #[test]
@@ -267,7 +267,7 @@ mod tests {
         let stored = |path| grants.permit(Path::new(path), Manner::Stored);
         assert_eq!(stored("/srv/store/packs/x"), beneath("/srv/store", "packs/x"));
         assert_eq!(stored("/srv/store"), beneath("/srv/store", ""));
-        assert_eq!(stored("/home/me/key"), Some(Permit::Exactly));
+        assert_eq!(stored("/home/me/key"), Some(OpenRule::Exactly));
         for path in ["/etc/passwd", "/srv/store2/x", "/srv", "/data/file", "/data/tree/x"] {
             assert_eq!(stored(path), None, "{path}");
         }
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(stored("/srv/store/../x"), beneath("/srv/store", "../x"));
         for manner in [Manner::Referred, Manner::Identified] {
             let allowed = |path| grants.permit(Path::new(path), manner);
-            assert_eq!(allowed("/data/file"), Some(Permit::Exactly));
+            assert_eq!(allowed("/data/file"), Some(OpenRule::Exactly));
             assert_eq!(allowed("/data/tree/a/b"), beneath("/data/tree", "a/b"));
             for path in ["/data", "/data/file/x", "/home/me/key", "/srv/store/packs/x"] {
                 assert_eq!(allowed(path), None, "{path}");
