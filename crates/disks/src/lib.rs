@@ -19,7 +19,7 @@ mod survey;
 mod units;
 
 pub use kernel::{KernelDisk, disks};
-pub use record::{DiskRecord, DriveTotal, Figures, Observation, Sectors, Source};
+pub use record::{DiskRecord, DriveTotal, Figures, Observation, Sectors, UnitOrigin};
 pub use report::{DriveReport, Figure, REPORT_MAX, Trouble, Unit};
 pub use smartctl::Smartctl;
 pub use state::{Locked, STATE_MAX, State};

@@ -112,7 +112,7 @@ struct Mark {
 /// The origin of a certain unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Source {
+pub enum UnitOrigin {
     /// A standard.
     Standard,
     /// The name of the attribute.
@@ -129,7 +129,7 @@ pub struct DriveTotal {
     /// Bytes of one unit of its counter.
     pub unit_bytes: u64,
     /// How the unit is known.
-    pub unit_source: Source,
+    pub unit_source: UnitOrigin,
     /// Times that the counter has passed 2³².
     pub wraps: u64,
     /// Times that the counter has begun anew.
@@ -230,14 +230,14 @@ impl DiskRecord {
                     return None;
                 }
                 let other = other.as_ref().map(|other| &other.evidence);
-                let measured = || Some((counter.evidence.certain(other)?, Source::Measured));
+                let measured = || Some((counter.evidence.certain(other)?, UnitOrigin::Measured));
                 let total = |(unit, source)| counter.total(unit, source);
                 let is_possible = |total: &DriveTotal| {
                     !figure.is_ata || is_possible(total, kernel, drive.power_on_hours)
                 };
                 let stated = match figure.unit {
-                    Unit::Standard(bytes) => Some((bytes, Source::Standard)),
-                    Unit::Name(bytes) => Some((bytes, Source::Name)),
+                    Unit::Standard(bytes) => Some((bytes, UnitOrigin::Standard)),
+                    Unit::Name(bytes) => Some((bytes, UnitOrigin::Name)),
                     Unit::Unknown => None,
                 };
                 // A stated unit that is impossible does not become certain by a measurement: the two
@@ -279,7 +279,7 @@ impl Counter {
         self.base.saturating_add(self.raw)
     }
 
-    fn total(&self, unit_bytes: u64, unit_source: Source) -> Option<DriveTotal> {
+    fn total(&self, unit_bytes: u64, unit_source: UnitOrigin) -> Option<DriveTotal> {
         let bytes = self.ticks().checked_mul(unit_bytes)?;
         let (wraps, resets) = (self.wraps, self.resets);
         Some(DriveTotal { bytes, unit_bytes, unit_source, wraps, resets })

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::{DiskRecord, Figures, Observation, Sectors, Source};
+use super::{DiskRecord, Figures, Observation, Sectors, UnitOrigin};
 use crate::report::{DriveReport, Figure, Unit};
 
 const GIB: u64 = 1 << 30;
@@ -80,7 +80,7 @@ fn a_unit_is_measured_and_then_both_totals_are_known() {
     }
     disk.moves(8 * GIB, 0);
     let written = disk.look(&mut record).written.unwrap();
-    assert_eq!((written.unit_source, written.unit_bytes), (Source::Measured, 32 << 20));
+    assert_eq!((written.unit_source, written.unit_bytes), (UnitOrigin::Measured, 32 << 20));
     assert_eq!(written.bytes, 125 * GIB);
 }
 

@@ -5,8 +5,8 @@
 use std::{fs, path::PathBuf};
 
 use burgeon_disks::{
-    CANDIDATES, DiskRecord, DriveReport, Figure, Observation, REPORT_MAX, Sectors, Source, Trouble,
-    Unit,
+    CANDIDATES, DiskRecord, DriveReport, Figure, Observation, REPORT_MAX, Sectors, Trouble, Unit,
+    UnitOrigin,
 };
 use serde_json::{Value, json};
 
@@ -140,7 +140,7 @@ fn the_unit_of_each_candidate_is_measured_from_later_reports() {
             assert!(found[..4].iter().all(|it| it.written.is_none()), "{name} {unit}");
             for total in [found[6].read, found[6].written] {
                 let total = total.unwrap_or_else(|| panic!("{name} {unit}: {found:?}"));
-                assert_eq!((total.unit_bytes, total.unit_source), (*unit, Source::Measured));
+                assert_eq!((total.unit_bytes, total.unit_source), (*unit, UnitOrigin::Measured));
             }
         }
     }

@@ -5,7 +5,7 @@
 use std::{error::Error, time::Instant};
 
 use burgeon_block::{BLOCK_SIZE, ObjectId};
-use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
+use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
 
 /// Extents per call: as many as a large tree has.
 const CALL: u64 = 5_000_000;
@@ -30,7 +30,7 @@ fn run(folder: &std::path::Path, extents: u64) -> Result<(), Box<dyn Error>> {
     let mut random = 7;
     ExtentWriter::create(folder, 7 << 60)?;
     let mut writer = ExtentWriter::open(folder)?;
-    let source = Source::Computed(ObjectId::new("computed/block-number")?);
+    let source = ExtentSource::Computed(ObjectId::new("computed/block-number")?);
     let start = Instant::now();
     let mut left = extents;
     while left > 0 {

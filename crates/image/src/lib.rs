@@ -32,7 +32,7 @@ mod profile;
 
 pub use burgeon_btrfs::{Body, DATA_START, Inode};
 pub use chunk::{Chunk, Codec, decode_chunk};
-pub use extents::{Content, Extent, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
+pub use extents::{Content, Extent, ExtentMap, ExtentSource, ExtentWriter, Mapping, MappingInfo};
 pub use inspect::MapLine;
 pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;

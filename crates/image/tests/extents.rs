@@ -10,7 +10,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, ErrorKind, FileIdentity, ObjectId, Result};
 use burgeon_image::{
-    Content, ExtentMap, ExtentWriter, Mapping, Source,
+    Content, ExtentMap, ExtentSource, ExtentWriter, Mapping,
     extents::{AREA_MAX, CHECKSUMS_MAX, LogFile, LogView},
 };
 
@@ -18,17 +18,17 @@ const SIZE: u64 = 4 << 60;
 
 fn computed(len: u64) -> Content {
     let object = ObjectId::new("computed/block-number").unwrap();
-    Content { source: Source::Computed(object), offset: 0, len }
+    Content { source: ExtentSource::Computed(object), offset: 0, len }
 }
 
 fn file(name: &str, size: u64) -> Content {
     let object = ObjectId::new(format!("file/{name}")).unwrap();
     let identity = FileIdentity { inode: 7, size, mtime_ns: -5, ctime_ns: 1 << 60 };
-    Content { source: Source::File { object, identity }, offset: 0, len: size }
+    Content { source: ExtentSource::File { object, identity }, offset: 0, len: size }
 }
 
 fn image(offset: u64, len: u64) -> Content {
-    Content { source: Source::Image(Digest::of(b"an image")), offset, len }
+    Content { source: ExtentSource::Image(Digest::of(b"an image")), offset, len }
 }
 
 fn mapping(extents: Vec<Content>) -> Mapping {
@@ -42,7 +42,7 @@ fn created() -> tempfile::TempDir {
 }
 
 /// Range of an extent, its source, its offset there, and the position of its checksums.
-type Known = (ByteRange, Source, u64, u64);
+type Known = (ByteRange, ExtentSource, u64, u64);
 
 /// The contents of a map: position and source of each extent.
 fn content(map: &ExtentMap) -> Vec<Known> {
@@ -79,7 +79,10 @@ fn a_mapping_is_found_by_any_later_process() {
     assert_eq!(seen.len(), 5);
     assert_eq!(seen[1].1, first.extents[1].source);
     assert_eq!((seen[1].3, seen[2].3, seen[4].3), (0, 0, 2), "one file, one set of checksums");
-    assert_eq!((seen[3].2, seen[3].1.clone()), (8192, Source::Image(Digest::of(b"an image"))));
+    assert_eq!(
+        (seen[3].2, seen[3].1.clone()),
+        (8192, ExtentSource::Image(Digest::of(b"an image")))
+    );
     let inside = reader.find((3 << 40) - 1).unwrap();
     assert_eq!((inside.range.start(), inside.range.end()), (0, 3 << 40));
     for beyond in [second.end(), SIZE - 1, u64::MAX] {
@@ -137,8 +140,11 @@ fn invalid_mappings_are_refused_and_change_nothing() {
         (vec![], ErrorKind::Invalid),
         (vec![computed(0)], ErrorKind::Invalid),
         (vec![unaligned], ErrorKind::Invalid),
-        (vec![misnamed(Source::Computed(object("packs/a")))], ErrorKind::Invalid),
-        (vec![misnamed(Source::File { object: object("packs/a"), identity })], ErrorKind::Invalid),
+        (vec![misnamed(ExtentSource::Computed(object("packs/a")))], ErrorKind::Invalid),
+        (
+            vec![misnamed(ExtentSource::File { object: object("packs/a"), identity })],
+            ErrorKind::Invalid,
+        ),
         (vec![beyond], ErrorKind::Invalid),
         (vec![cut], ErrorKind::Invalid),
         (vec![image(0, 5000)], ErrorKind::Invalid),
@@ -369,7 +375,7 @@ fn a_map_of_version_1_opens_and_is_written_identically() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/v1/area");
     let map = ExtentMap::open(&fixture).unwrap();
     let digest: Digest = "d3".repeat(32).parse().unwrap();
-    let of_image = |offset, len| Content { source: Source::Image(digest), offset, len };
+    let of_image = |offset, len| Content { source: ExtentSource::Image(digest), offset, len };
     let mappings = [
         mapping(vec![computed(1 << 40), file("a", 5000)]),
         mapping(vec![of_image(0, 8192), of_image(1 << 20, 4096)]),

@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 
 use crate::{
     Disks, FAMILIES, Snapshot,
-    format::{Family, Samples, Source},
+    format::{Exported, Family, Samples},
 };
 
 /// The text with everything that is known.
 pub fn render(snapshot: Option<&Snapshot>, disks: &Disks) -> String {
-    let source = Source { snapshot, disks };
+    let source = Exported { snapshot, disks };
     let mut text = String::new();
     for family in FAMILIES {
         let mut lines = String::new();

@@ -7,28 +7,28 @@
 use crate::{
     Disk, MountNow, Snapshot, Tier, Values,
     disks::DISKS_MAX,
-    format::{Family, Kind, Samples, Source},
+    format::{Exported, Family, Kind, Samples},
     values::BOUNDS,
 };
 
 /// Calls `show` with the snapshot.
-fn daemon(source: &Source<'_>, mut show: impl FnMut(&Snapshot)) {
+fn daemon(source: &Exported<'_>, mut show: impl FnMut(&Snapshot)) {
     source.snapshot.into_iter().for_each(&mut show);
 }
 
-fn stores(source: &Source<'_>, mut show: impl FnMut(&str, &Values)) {
+fn stores(source: &Exported<'_>, mut show: impl FnMut(&str, &Values)) {
     daemon(source, |it| it.stores.iter().for_each(|(store, values)| show(store, values)));
 }
 
-fn mounts(source: &Source<'_>, mut show: impl FnMut(&str, &Values)) {
+fn mounts(source: &Exported<'_>, mut show: impl FnMut(&str, &Values)) {
     daemon(source, |it| it.mounts.iter().for_each(|(id, values)| show(id, values)));
 }
 
-fn mounts_now(source: &Source<'_>, mut show: impl FnMut(&MountNow)) {
+fn mounts_now(source: &Exported<'_>, mut show: impl FnMut(&MountNow)) {
     daemon(source, |it| it.mounts_now.iter().for_each(&mut show));
 }
 
-fn disks(source: &Source<'_>, mut show: impl FnMut(&[&str], &Disk)) {
+fn disks(source: &Exported<'_>, mut show: impl FnMut(&[&str], &Disk)) {
     let shown = source.disks.disks.iter().take(DISKS_MAX);
     shown.for_each(|disk| show(&[&disk.name, &disk.model, &disk.serial], disk));
 }
@@ -38,11 +38,15 @@ fn tiers(samples: &mut Samples<'_>, of: &str, value: impl Fn(Tier) -> u64) {
     Tier::ALL.into_iter().for_each(|tier| samples.count(&[of, tier.name()], value(tier)));
 }
 
-fn cache(source: &Source<'_>, samples: &mut Samples<'_>, of: fn(&crate::CacheNow) -> u64) {
+fn cache(source: &Exported<'_>, samples: &mut Samples<'_>, of: fn(&crate::CacheNow) -> u64) {
     daemon(source, |it| it.cache_now.iter().for_each(|now| samples.count(&[], of(now))));
 }
 
-fn cache_total(source: &Source<'_>, samples: &mut Samples<'_>, of: fn(&crate::CacheValues) -> u64) {
+fn cache_total(
+    source: &Exported<'_>,
+    samples: &mut Samples<'_>,
+    of: fn(&crate::CacheValues) -> u64,
+) {
     daemon(source, |it| samples.count(&[], of(&it.cache)));
 }
 

@@ -43,12 +43,12 @@ pub struct Family {
     pub labels: &'static [&'static str],
     /// Its meaning.
     pub help: &'static str,
-    pub(crate) samples: fn(&Source<'_>, &mut Samples<'_>),
+    pub(crate) samples: fn(&Exported<'_>, &mut Samples<'_>),
 }
 
 /// What is exported.
 #[derive(Debug)]
-pub(crate) struct Source<'a> {
+pub(crate) struct Exported<'a> {
     /// Missing while no daemon runs.
     pub(crate) snapshot: Option<&'a Snapshot>,
     pub(crate) disks: &'a Disks,

@@ -14,7 +14,7 @@ use burgeon_block::{
     FileIdentity, Now, ObjectId, Pages, Result,
 };
 use burgeon_cache::testing::MemoryStore;
-use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
+use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
 use burgeon_volume::{ChecksumFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
 use bytes::Bytes;
 use common::{Fault, Image, image, public};
@@ -75,13 +75,13 @@ fn identity(size: usize) -> FileIdentity {
 
 fn content(name: &str, bytes: &[u8]) -> Content {
     let object = ObjectId::new(format!("file/{name}")).unwrap();
-    let source = Source::File { object, identity: identity(bytes.len()) };
+    let source = ExtentSource::File { object, identity: identity(bytes.len()) };
     Content { source, offset: 0, len: bytes.len() as u64 }
 }
 
 fn computed(len: u64) -> Content {
     let object = ObjectId::new("computed/block-number").unwrap();
-    Content { source: Source::Computed(object), offset: 0, len }
+    Content { source: ExtentSource::Computed(object), offset: 0, len }
 }
 
 type Device = LazyDevice<World, ChecksumFile>;
@@ -173,7 +173,7 @@ async fn every_kind_of_content_reads_as_what_it_is() {
     let data = setup.image.map.data_range();
     let bytes = noise(1, 200_001);
     setup.world.put("a", identity(bytes.len()), &bytes);
-    let whole = Source::Image(Digest::of(b"the image"));
+    let whole = ExtentSource::Image(Digest::of(b"the image"));
     let image = Content { source: whole, offset: 0, len: data.len() };
     let start = setup.map(vec![computed(1 << 40), content("a", &bytes), image]);
     assert_eq!(start, 0);
@@ -273,13 +273,13 @@ async fn other_bytes_under_the_same_identity_are_refused_also_by_the_next_server
 #[tokio::test]
 async fn a_missing_image_is_an_error_until_it_is_there() {
     let mut setup = setup();
-    let source = Source::Image(Digest::of(b"another"));
+    let source = ExtentSource::Image(Digest::of(b"another"));
     let at = setup.map(vec![Content { source, offset: 0, len: 4096 }]);
     assert_eq!(setup.kind(at).await, ErrorKind::Unavailable);
     let error = setup.area().status().last_source_error.unwrap();
     assert!(error.contains(&Digest::of(b"another").to_string()), "{error}");
     // Beyond the end of an image that is there.
-    let source = Source::Image(Digest::of(b"the image"));
+    let source = ExtentSource::Image(Digest::of(b"the image"));
     let at = setup.map(vec![Content { source, offset: 1 << 30, len: 4096 }]);
     assert!(setup.read(at, 4096).await.is_err());
 }
@@ -288,7 +288,7 @@ async fn a_missing_image_is_an_error_until_it_is_there() {
 async fn an_image_whose_source_failed_is_found_anew_when_something_is_mapped() {
     let setup = setup();
     let dir = tempfile::tempdir().unwrap();
-    let source = Source::Image(Digest::of(b"the image"));
+    let source = ExtentSource::Image(Digest::of(b"the image"));
     let extents = vec![Content { source, offset: 0, len: 4096 }];
     ExtentWriter::create(dir.path(), SIZE).unwrap();
     let mapping = Mapping { label: "l".into(), origin: "o".into(), extents };
@@ -352,7 +352,7 @@ async fn beyond_its_fetch_limit_a_mount_answers_what_is_local_and_no_more() {
     let bytes = noise(4, 1 << 20);
     setup.world.put("a", identity(bytes.len()), &bytes);
     let image = Content {
-        source: Source::Image(Digest::of(b"the image")),
+        source: ExtentSource::Image(Digest::of(b"the image")),
         offset: 0,
         len: setup.image.map.data_range().len(),
     };

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
 use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_image::{Content, ExtentWriter, Mapping, Source};
+use burgeon_image::{Content, ExtentSource, ExtentWriter, Mapping};
 use burgeon_volume::{CacheAccess, LazyDevice, Limits, VirtualArea};
 use common::{DATA_START, Image, Setup, image, image_without_checksums};
 
@@ -76,7 +76,7 @@ fn a_hit_of_a_mapped_image_allocates_nothing() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let setup = setup();
     let all = setup.volume.map().data_range();
-    let source = Source::Image(Digest::of(b"the image"));
+    let source = ExtentSource::Image(Digest::of(b"the image"));
     let extents = vec![Content { source, offset: 0, len: all.len() }];
     ExtentWriter::create(setup.dir.path(), 1 << 40).unwrap();
     let mut writer = ExtentWriter::open(setup.dir.path()).unwrap();

@@ -14,7 +14,7 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, FileIdentity, ObjectId, Pages,
     Result,
 };
-use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
+use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
 use burgeon_volume::{Limits, VirtualArea};
 use bytes::Bytes;
 use testkit::Rng;
@@ -110,7 +110,7 @@ impl Run {
         let identity = FileIdentity { inode: 1, size: len as u64, mtime_ns: 2, ctime_ns: 3 };
         let headers = ExtentWriter::headers(1 << 40, rng.bits())?;
         let logs = quiet(rng.bits(), headers);
-        let source = Source::File { object: ObjectId::new("file/a")?, identity };
+        let source = ExtentSource::File { object: ObjectId::new("file/a")?, identity };
         let extents = vec![Content { source, offset: 0, len: len as u64 }];
         let mapping = Mapping { label: "a".into(), origin: "a".into(), extents };
         ExtentWriter::over(logs.clone())?.map(&mapping)?;

@@ -12,7 +12,7 @@ use burgeon_block::{
     BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, FileIdentity, ObjectId, Result,
 };
 use burgeon_image::{
-    Content, ExtentMap, ExtentWriter, Mapping, Source,
+    Content, ExtentMap, ExtentSource, ExtentWriter, Mapping,
     extents::{LogFile, LogView},
 };
 use testkit::Rng;
@@ -331,7 +331,7 @@ impl Run {
         };
         match self.rng.below(3) {
             0 => Content {
-                source: Source::Computed(object("computed/block-number".into())),
+                source: ExtentSource::Computed(object("computed/block-number".into())),
                 offset: self.rng.below(100) * BLOCK_SIZE,
                 len: size,
             },
@@ -340,10 +340,10 @@ impl Run {
                 let identity =
                     FileIdentity { inode: self.rng.bits(), size, mtime_ns: time, ctime_ns: -time };
                 let object = object(format!("file/{}", self.rng.below(10)));
-                Content { source: Source::File { object, identity }, offset: 0, len: size }
+                Content { source: ExtentSource::File { object, identity }, offset: 0, len: size }
             }
             _ => Content {
-                source: Source::Image(Digest::of(&[self.rng.below(3) as u8])),
+                source: ExtentSource::Image(Digest::of(&[self.rng.below(3) as u8])),
                 offset: self.rng.below(100) * BLOCK_SIZE,
                 len: size.next_multiple_of(BLOCK_SIZE),
             },
@@ -402,7 +402,7 @@ impl Run {
             if !right {
                 return Err(format!("{at} of {}: is {extent:?} now", known.mapping.label));
             }
-            if let (Source::File { identity, .. }, true) =
+            if let (ExtentSource::File { identity, .. }, true) =
                 (&content.source, before != Some(&content.source))
             {
                 let first = extent.first_checksum;

@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::status_socket;
-use burgeon_disks::{Disk, DriveTotal, KernelDisk, Smartctl, Source};
+use burgeon_disks::{Disk, DriveTotal, KernelDisk, Smartctl, UnitOrigin};
 use burgeon_metrics::Disks as Published;
 use serde_json::json;
 
@@ -133,9 +133,9 @@ fn row(disk: &Disk) -> Vec<String> {
     let known = |text: &str| unknown(Some(text.to_owned()).filter(|text| !text.is_empty()));
     let bytes = |total: Option<DriveTotal>| unknown(total.map(|total| output::bytes(total.bytes)));
     let source = drive.written.or(drive.read).map(|total| match total.unit_source {
-        Source::Standard => "standard".to_owned(),
-        Source::Name => "name".to_owned(),
-        Source::Measured => "measured".to_owned(),
+        UnitOrigin::Standard => "standard".to_owned(),
+        UnitOrigin::Name => "name".to_owned(),
+        UnitOrigin::Measured => "measured".to_owned(),
     });
     vec![
         disk.name.clone(),

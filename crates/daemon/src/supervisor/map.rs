@@ -22,7 +22,9 @@ use std::{
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectKind, Result};
 use burgeon_btrfs::VIRTUAL_FILE;
 use burgeon_frontend::btrfs_mount::{self, Btrfs};
-use burgeon_image::{AddressMap, Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
+use burgeon_image::{
+    AddressMap, Content, ExtentMap, ExtentSource, ExtentWriter, Mapping, MappingInfo,
+};
 use burgeon_source::{
     Access, Location, Reference, Store,
     beneath::{open_beneath, open_without_symlinks},
@@ -202,7 +204,7 @@ impl<'a> Sources<'a> {
                 // Refuses an invalid computation now, not when it is read.
                 let nothing = ByteRange::at(0, 0).unwrap_or_else(|| unreachable!("0 fits"));
                 burgeon_source::Computed.bytes(&object, nothing)?;
-                Source::Computed(object)
+                ExtentSource::Computed(object)
             }
             MapContent::File { path, inode, size, device, changed } => {
                 let of_client =
@@ -218,7 +220,7 @@ impl<'a> Sources<'a> {
 
     /// Looks up a file by its path in the tree, or by an absolute one. The server will open it by
     /// its path, so the path must lead to the file that the client has seen in this process, too.
-    fn file(&mut self, path: &Path, of_client: &ClientFile) -> Result<Source> {
+    fn file(&mut self, path: &Path, of_client: &ClientFile) -> Result<ExtentSource> {
         let (opened, path) = match (&self.tree, &self.request.tree) {
             (Some(tree), Some(root)) => {
                 (open_beneath(tree, path, OFlags::PATH), Cow::Owned(root.join(path)))
@@ -247,7 +249,7 @@ impl<'a> Sources<'a> {
         }
         let (object, identity) = Reference::identify_open(&path, &file)?;
         self.grants.object(&object);
-        Ok(Source::File { object, identity })
+        Ok(ExtentSource::File { object, identity })
     }
 }
 
@@ -294,7 +296,7 @@ impl Sources<'_> {
         store: Option<&Location>,
         store_identity: Option<DirectoryIdentity>,
         len: u64,
-    ) -> Result<Source> {
+    ) -> Result<ExtentSource> {
         let own = store.cloned().unwrap_or_else(|| self.state.store().into());
         if let (Some(identity), Some(folder)) = (store_identity, own.folder()) {
             identity.check(folder)?;
@@ -314,7 +316,7 @@ impl Sources<'_> {
         let is_own = own.folder() == Some(&*self.state.store());
         self.grants.add(grants::of_image(&own, &map, is_own, &access));
         if data.len() == len {
-            return Ok(Source::Image(*digest));
+            return Ok(ExtentSource::Image(*digest));
         }
         let message = format!("the image {digest} has {} bytes of data, not {len}", data.len());
         Err(Error::new(ErrorKind::Invalid, message))

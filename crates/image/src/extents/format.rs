@@ -11,7 +11,7 @@ use crate::{
     corrupt,
 };
 
-use super::Source;
+use super::ExtentSource;
 
 pub(super) const EXTENTS: Format = Format { magic: *b"BURGEXTS", what: "extent map" };
 pub(super) const SOURCES: Format = Format { magic: *b"BURGSRCS", what: "source table" };
@@ -210,7 +210,7 @@ pub(super) struct MappingEntry {
 
 /// A parsed entry.
 pub(super) enum Parsed {
-    Source(Source, u64),
+    ExtentSource(ExtentSource, u64),
     Mapping(MappingEntry),
 }
 
@@ -218,11 +218,19 @@ pub(super) enum Parsed {
 pub(super) const LABEL_MAX: usize = 4096;
 
 /// Appends the entry of `source` to `out`, whose end is at position `at` of the table.
-pub(super) fn push_source(out: &mut Vec<u8>, id: u64, at: u64, source: &Source, checksum: u64) {
+pub(super) fn push_source(
+    out: &mut Vec<u8>,
+    id: u64,
+    at: u64,
+    source: &ExtentSource,
+    checksum: u64,
+) {
     match source {
-        Source::Computed(object) => push(out, id, at, COMPUTED, &[0; 56], object.as_str(), ""),
-        Source::Image(digest) => push(out, id, at, IMAGE, &[0; 56], &digest.to_string(), ""),
-        Source::File { object, identity } => {
+        ExtentSource::Computed(object) => {
+            push(out, id, at, COMPUTED, &[0; 56], object.as_str(), "")
+        }
+        ExtentSource::Image(digest) => push(out, id, at, IMAGE, &[0; 56], &digest.to_string(), ""),
+        ExtentSource::File { object, identity } => {
             let words = FileWords {
                 first_checksum: checksum.into(),
                 size: identity.size.into(),
@@ -297,8 +305,8 @@ pub(super) fn parse_entry(bytes: &[u8], id: u64, at: u64) -> Result<(Parsed, u64
     };
     let name = text(ENTRY_LEN, name_len)?;
     let parsed = match entry.kind {
-        COMPUTED => Parsed::Source(Source::Computed(ObjectId::new(name)?), 0),
-        IMAGE => Parsed::Source(Source::Image(name.parse::<Digest>().map_err(|_| bad())?), 0),
+        COMPUTED => Parsed::Source(ExtentSource::Computed(ObjectId::new(name)?), 0),
+        IMAGE => Parsed::Source(ExtentSource::Image(name.parse::<Digest>().map_err(|_| bad())?), 0),
         FILE => {
             let words = FileWords::read_from_bytes(entry.words.as_bytes()).map_err(|_| bad())?;
             let identity = FileIdentity {
@@ -307,7 +315,7 @@ pub(super) fn parse_entry(bytes: &[u8], id: u64, at: u64) -> Result<(Parsed, u64
                 mtime_ns: words.mtime_ns.get(),
                 ctime_ns: words.ctime_ns.get(),
             };
-            let source = Source::File { object: ObjectId::new(name)?, identity };
+            let source = ExtentSource::File { object: ObjectId::new(name)?, identity };
             Parsed::Source(source, words.first_checksum.get())
         }
         MAPPING => Parsed::Mapping(MappingEntry {

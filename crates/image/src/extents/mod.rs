@@ -48,7 +48,7 @@ pub const CHECKSUMS_MAX: u64 = 1 << 40;
 
 /// The source of an extent's bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Source {
+pub enum ExtentSource {
     /// Computed: object `computed/…`.
     Computed(ObjectId),
     /// A local file; valid only while its identity is unchanged.
@@ -66,7 +66,7 @@ pub enum Source {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Content {
     /// Its source.
-    pub source: Source,
+    pub source: ExtentSource,
     /// Offset of its first byte in the source; a multiple of the block size.
     pub offset: u64,
     /// Length in bytes, at least 1. The padding of the last block is zeros for a file, and the

@@ -10,7 +10,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, ObjectId, R
 use zerocopy::FromBytes as _;
 
 use super::{
-    FileLog, LogFile, LogView, MappingInfo, Source, block_range,
+    ExtentSource, FileLog, LogFile, LogView, MappingInfo, block_range,
     format::{
         ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MapRecord, MappingEntry, Parsed, RECORD_LEN,
         SOURCES, parse_entry,
@@ -33,7 +33,7 @@ pub struct ExtentMap<L = FileLog> {
 }
 
 /// A source and the position of its first block checksum.
-type Parsing = (Arc<Source>, u64);
+type Parsing = (Arc<ExtentSource>, u64);
 
 /// A range of the area whose content is contiguous in one source.
 #[derive(Clone, Debug)]
@@ -41,7 +41,7 @@ pub struct Extent {
     /// Bytes of the area, whole blocks.
     pub range: ByteRange,
     /// Source of the bytes.
-    pub source: Arc<Source>,
+    pub source: Arc<ExtentSource>,
     /// Offset of the first byte in the source.
     pub offset: u64,
     /// For a file: position of the checksum of its block 0, in checksums.
@@ -155,7 +155,7 @@ impl<L: LogFile> ExtentMap<L> {
     pub fn images(&self) -> Result<Vec<Digest>> {
         let mut images = Vec::new();
         self.view().each_source(&mut |source| match source {
-            Source::Image(digest) if !images.contains(&digest) => images.push(digest),
+            ExtentSource::Image(digest) if !images.contains(&digest) => images.push(digest),
             _ => {}
         })?;
         Ok(images)
@@ -164,7 +164,7 @@ impl<L: LogFile> ExtentMap<L> {
     /// Calls `found` for each file that is mapped, once or more.
     pub fn each_file(&self, found: &mut dyn FnMut(&ObjectId)) -> Result<()> {
         self.view().each_source(&mut |source| {
-            if let Source::File { object, .. } = source {
+            if let ExtentSource::File { object, .. } = source {
                 found(&object);
             }
         })
@@ -276,7 +276,7 @@ impl View {
         }
     }
 
-    fn source(&self, at: u64) -> Result<(Source, u64)> {
+    fn source(&self, at: u64) -> Result<(ExtentSource, u64)> {
         match parse_entry(&self.sources, self.id, at)?.0 {
             Parsed::Source(source, first_checksum) => Ok((source, first_checksum)),
             Parsed::Mapping(_) => Err(corrupt(format!("entry {at} is the source of no extent"))),
@@ -312,7 +312,7 @@ impl View {
         Ok(mappings)
     }
 
-    fn each_source(&self, found: &mut dyn FnMut(Source)) -> Result<()> {
+    fn each_source(&self, found: &mut dyn FnMut(ExtentSource)) -> Result<()> {
         let mut at = HEADER_LEN;
         let end = self.last()?.map_or(HEADER_LEN, |(_, _, end)| end);
         while at < end {

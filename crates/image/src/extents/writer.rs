@@ -7,8 +7,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use zerocopy::IntoBytes as _;
 
 use super::{
-    CHECKSUMS_MAX, Content, FileLog, LogFile, Mapping, MappingInfo, Source, block_range, blocks_of,
-    check_size,
+    CHECKSUMS_MAX, Content, ExtentSource, FileLog, LogFile, Mapping, MappingInfo, block_range,
+    blocks_of, check_size,
     format::{
         ENTRY_ALIGN, EXTENTS, HEADER_LEN, LABEL_MAX, LogHeader, MapRecord, MappingEntry,
         RECORD_LEN, SOURCES, push_mapping, push_source,
@@ -180,7 +180,7 @@ impl<L: LogFile> ExtentWriter<L> {
         let (mut block, mut index, mut checksum) =
             (state.next_block, state.records, state.next_checksum);
         let mut entry_at = 0;
-        let mut before: Option<&Source> = None;
+        let mut before: Option<&ExtentSource> = None;
         for content in &mapping.extents {
             if before != Some(&content.source) {
                 entry_at = table.end();
@@ -257,7 +257,7 @@ impl<'a, L: LogFile> Gathered<'a, L> {
 }
 
 /// The sources of `extents`; equal neighbours are merged.
-fn distinct(extents: &[Content]) -> impl Iterator<Item = &Source> {
+fn distinct(extents: &[Content]) -> impl Iterator<Item = &ExtentSource> {
     let mut before = None;
     extents.iter().map(|content| &content.source).filter(move |source| {
         let new = before != Some(*source);
@@ -266,10 +266,10 @@ fn distinct(extents: &[Content]) -> impl Iterator<Item = &Source> {
     })
 }
 
-fn checksums_of(source: &Source) -> u64 {
+fn checksums_of(source: &ExtentSource) -> u64 {
     match source {
-        Source::File { identity, .. } => blocks_of(identity.size),
-        Source::Computed(_) | Source::Image(_) => 0,
+        ExtentSource::File { identity, .. } => blocks_of(identity.size),
+        ExtentSource::Computed(_) | ExtentSource::Image(_) => 0,
     }
 }
 
@@ -288,18 +288,18 @@ fn check_content(content: &Content) -> Result<()> {
     };
     let whole = end.is_multiple_of(BLOCK_SIZE);
     match source {
-        Source::Computed(object) => named(object, ObjectKind::Computed),
-        Source::File { object, identity } if end > identity.size => Err(invalid(format!(
+        ExtentSource::Computed(object) => named(object, ObjectKind::Computed),
+        ExtentSource::File { object, identity } if end > identity.size => Err(invalid(format!(
             "{object} has {} bytes, too few for {end} to be mapped",
             identity.size
         ))),
-        Source::File { object, identity } if !whole && end < identity.size => Err(invalid(
+        ExtentSource::File { object, identity } if !whole && end < identity.size => Err(invalid(
             format!("{object} can be cut at multiples of {BLOCK_SIZE} only, not at {end}"),
         )),
-        Source::File { object, .. } => named(object, ObjectKind::File),
-        Source::Image(digest) if !whole => {
+        ExtentSource::File { object, .. } => named(object, ObjectKind::File),
+        ExtentSource::Image(digest) if !whole => {
             Err(invalid(format!("image {digest} has whole blocks only, not {len} bytes")))
         }
-        Source::Image(_) => Ok(()),
+        ExtentSource::Image(_) => Ok(()),
     }
 }

@@ -15,7 +15,7 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, FileIdentity, LocalFile,
     ObjectId, Pages, Result,
 };
-use burgeon_image::{Extent, Source, extents::LogFile};
+use burgeon_image::{Extent, ExtentSource, extents::LogFile};
 use bytes::Bytes;
 use tokio::time::Instant;
 
@@ -37,7 +37,7 @@ const CHUNK_BLOCKS: u64 = 16;
 /// A piece of a mapped file, at a multiple of [`CHUNK_BLOCKS`] of it: the same for all mappings
 /// that share its source, so that its checksums have one writer.
 struct FileChunk {
-    source: Arc<Source>,
+    source: Arc<ExtentSource>,
     /// Of the file; whole blocks, but for the end of the file.
     range: ByteRange,
     /// The checksum of its first block.
@@ -63,10 +63,10 @@ impl FileChunk {
     }
 }
 
-fn file_of(source: &Source) -> Result<(&ObjectId, &FileIdentity)> {
+fn file_of(source: &ExtentSource) -> Result<(&ObjectId, &FileIdentity)> {
     match source {
-        Source::File { object, identity } => Ok((object, identity)),
-        Source::Computed(_) | Source::Image(_) => {
+        ExtentSource::File { object, identity } => Ok((object, identity)),
+        ExtentSource::Computed(_) | ExtentSource::Image(_) => {
             Err(Error::new(ErrorKind::Invalid, "this extent is of no file"))
         }
     }

@@ -31,7 +31,7 @@ use burgeon_block::{
 };
 use burgeon_image::DATA_START;
 use burgeon_image::{
-    Extent, ExtentMap, Source,
+    Extent, ExtentMap, ExtentSource,
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
 
@@ -231,10 +231,10 @@ where
             let (extent, piece, offset) = self.piece(at, range)?;
             let out = part(buf, range, piece);
             let served = match &*extent.source {
-                Source::Computed(object) => {
+                ExtentSource::Computed(object) => {
                     may_fetch && self.compute_now(object, offset, out, counters)?
                 }
-                Source::Image(digest) => match self.image_now(digest) {
+                ExtentSource::Image(digest) => match self.image_now(digest) {
                     Some(volume) => {
                         let lazy = lazy_range(offset, piece.len())?;
                         volume.read_local(lazy, out)?
@@ -242,7 +242,7 @@ where
                     None => false,
                 },
                 // The kernel's page cache is the only one a local file needs.
-                Source::File { .. } => false,
+                ExtentSource::File { .. } => false,
             };
             if !served {
                 return Ok(Now::Absent);
@@ -265,12 +265,14 @@ where
             let (extent, piece, offset) = self.piece(at, range)?;
             let out = part(buf, range, piece);
             match &*extent.source {
-                Source::Computed(object) => self.compute(object, offset, out, counters).await?,
-                Source::Image(digest) => {
+                ExtentSource::Computed(object) => {
+                    self.compute(object, offset, out, counters).await?
+                }
+                ExtentSource::Image(digest) => {
                     let lazy = lazy_range(offset, piece.len())?;
                     self.image(digest).await?.read(lazy, out, counters).await?;
                 }
-                Source::File { .. } => self.read_file(&extent, offset, out, counters).await?,
+                ExtentSource::File { .. } => self.read_file(&extent, offset, out, counters).await?,
             }
             at = piece.end();
         }
@@ -288,7 +290,7 @@ where
                 Err(error) => return Err(error),
             };
             let end = extent.range.end().min(range.end());
-            if let Source::Image(digest) = &*extent.source {
+            if let ExtentSource::Image(digest) = &*extent.source {
                 let offset = extent.offset.saturating_add(at - extent.range.start());
                 found.push((self.image(digest).await?, lazy_range(offset, end - at)?));
             }
