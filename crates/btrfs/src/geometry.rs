@@ -246,7 +246,7 @@ pub(crate) fn system_chunk(used: u64) -> Chunk {
 
 /// A device as its DEV_ITEM describes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Device {
+pub(crate) struct DevItem {
     pub(crate) id: u64,
     pub(crate) size: u64,
     pub(crate) used: u64,
@@ -254,11 +254,11 @@ pub(crate) struct Device {
 }
 
 /// The devices that `chunks` lie on.
-pub(crate) fn devices(chunks: &[Chunk], uuids: &Uuids) -> [Device; 2] {
+pub(crate) fn devices(chunks: &[Chunk], uuids: &Uuids) -> [DevItem; 2] {
     let on = |id: u64, tail: u64, uuid: [u8; 16]| {
         let mine = || chunks.iter().filter(move |chunk| chunk.devid == id);
         let end = mine().map(|chunk| chunk.start + chunk.len).max().unwrap_or(0);
-        Device { id, size: end + tail, used: mine().map(|chunk| chunk.len).sum(), uuid }
+        DevItem { id, size: end + tail, used: mine().map(|chunk| chunk.len).sum(), uuid }
     };
     [
         on(METADATA_DEVID, METADATA_TAIL, uuids.metadata_device),

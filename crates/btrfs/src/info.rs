@@ -6,7 +6,7 @@ use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
 use crate::{
     format::{GENERATION, NODE_SIZE, Put},
     geometry::{
-        Chunk, DATA_START, DataLayout, Device, METADATA_START, Options, SYSTEM_LEN, SYSTEM_START,
+        Chunk, DATA_START, DataLayout, DevItem, METADATA_START, Options, SYSTEM_LEN, SYSTEM_START,
         Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
     },
 };
@@ -93,7 +93,7 @@ impl SeedInfo {
         chunks
     }
 
-    pub(crate) fn device_table(&self) -> [Device; 2] {
+    pub(crate) fn device_table(&self) -> [DevItem; 2] {
         devices(&self.chunks(), &self.uuids)
     }
 

@@ -9,7 +9,7 @@ use crate::{
         INODE_REF_HEAD, InodeFields, Key, NODE_SIZE, Put, SECTOR, VIRTUAL_SUBVOLUME, kind,
         name_hash, object, put_dir_entry,
     },
-    geometry::{Chunk, Device, Uuids},
+    geometry::{Chunk, DevItem, Uuids},
     info::TreeRoot,
     nodes::{ItemList, ItemOut},
 };
@@ -64,7 +64,7 @@ impl ItemOut for Collector {
 }
 
 /// A DEV_ITEM, which is also part of the superblock. `fsid` is zero in a template.
-pub(crate) fn dev_item(device: &Device, fsid: &[u8; 16]) -> [u8; DEV_ITEM_LEN] {
+pub(crate) fn dev_item(device: &DevItem, fsid: &[u8; 16]) -> [u8; DEV_ITEM_LEN] {
     let mut item = [0; DEV_ITEM_LEN];
     let mut put = Put::new(&mut item);
     let sector = SECTOR as u32;
@@ -87,11 +87,11 @@ pub(crate) fn chunk_item(chunk: &Chunk, device_uuid: &[u8; 16]) -> [u8; CHUNK_IT
     item
 }
 
-fn uuid_of(devices: &[Device], devid: u64) -> [u8; 16] {
+fn uuid_of(devices: &[DevItem], devid: u64) -> [u8; 16] {
     devices.iter().find(|device| device.id == devid).map_or([0; 16], |device| device.uuid)
 }
 
-pub(crate) fn chunk_tree(devices: &[Device], chunks: &[Chunk]) -> ItemList {
+pub(crate) fn chunk_tree(devices: &[DevItem], chunks: &[Chunk]) -> ItemList {
     let mut items = Collector::default();
     for device in devices {
         let key = Key::new(object::DEV_ITEMS, kind::DEV_ITEM, device.id);
@@ -107,7 +107,7 @@ pub(crate) fn chunk_tree(devices: &[Device], chunks: &[Chunk]) -> ItemList {
     items.sorted()
 }
 
-pub(crate) fn dev_tree(devices: &[Device], chunks: &[Chunk], uuids: &Uuids) -> ItemList {
+pub(crate) fn dev_tree(devices: &[DevItem], chunks: &[Chunk], uuids: &Uuids) -> ItemList {
     let mut items = Collector::default();
     for device in devices {
         // Error counters, all zero.

@@ -2,7 +2,7 @@
 
 use burgeon_block::{ByteRange, Result};
 use burgeon_image::builder::Listed;
-use burgeon_source::registry::{Objects, OciDigest};
+use burgeon_source::registry::{ObjectBlobs, OciDigest};
 
 use crate::{
     document::{
@@ -34,7 +34,7 @@ pub fn documents(bytes: &[u8]) -> usize {
     let config = diff_ids(bytes, 1).map(|_| {
         let _ = serde_json::from_slice(bytes).map(|config| Settings::of(&config));
     });
-    let ours = Objects::decode(bytes).map(drop);
+    let ours = ObjectBlobs::decode(bytes).map(drop);
     [document, artifact, listed, told, config, ours].iter().filter(|read| read.is_ok()).count()
 }
 

@@ -35,7 +35,7 @@ use crate::{
     document::{DescriptorExt, index_artifact},
     image::{Keep, Tocs},
     part::Part,
-    referrers::{self, Artifact, ReferrerStore},
+    referrers::{self, NewReferrer, ReferrerStore},
     source::{Kind, Selector, archive_has_no_index, part_has_no_index},
 };
 
@@ -117,7 +117,7 @@ pub fn index(
     refresh(store, &image, &at)?;
     let (document, parts) = artifact(store, &image, &resolved)?;
     if let Some(referrer_store) = referrer_store {
-        let artifact = Artifact { kind: ARTIFACT, document: &document, blobs: &parts };
+        let artifact = NewReferrer { kind: ARTIFACT, document: &document, blobs: &parts };
         referrer_store.put(&blobs, &resolved.digest, &artifact)?;
     }
     Ok(Indexed {

@@ -12,7 +12,7 @@ use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog::{self, ImageRecord};
 use burgeon_source::{
     Access,
-    registry::{Blob, EMPTY, MANIFEST_TYPE, Name, Objects, OciDigest, Put, Uploads},
+    registry::{Blob, EMPTY, MANIFEST_TYPE, Name, ObjectBlobs, OciDigest, Put, Uploads},
 };
 use bytes::Bytes;
 
@@ -48,7 +48,7 @@ pub fn push(
     let sizes = catalog::sizes(store, &parts)?;
     let total: u64 = sizes.iter().sum();
     let (done, sent) = (AtomicU64::new(0), AtomicU64::new(0));
-    let objects = Mutex::new(Objects::default());
+    let objects = Mutex::new(ObjectBlobs::default());
     let bring = |bytes: Bytes| {
         let (digest, size) = (OciDigest::of(&bytes), bytes.len() as u64);
         if !uploads.has(&digest)? {

@@ -36,7 +36,7 @@ pub(crate) enum ReferrerStore {
 }
 
 /// A referrer to be written.
-pub(crate) struct Artifact<'a> {
+pub(crate) struct NewReferrer<'a> {
     /// Its artifact type.
     pub(crate) kind: &'a str,
     /// An OCI manifest with a subject.
@@ -66,13 +66,13 @@ impl ReferrerStore {
         &self,
         blobs: &Blobs,
         image: &OciDigest,
-        artifact: &Artifact<'_>,
+        artifact: &NewReferrer<'_>,
     ) -> Result<()> {
         self.try_put(blobs, image, artifact).map_err(cannot)
     }
 
-    fn try_put(&self, blobs: &Blobs, image: &OciDigest, artifact: &Artifact<'_>) -> Result<()> {
-        let Artifact { kind, document, blobs: parts } = artifact;
+    fn try_put(&self, blobs: &Blobs, image: &OciDigest, artifact: &NewReferrer<'_>) -> Result<()> {
+        let NewReferrer { kind, document, blobs: parts } = artifact;
         parts.iter().try_for_each(|part| self.put_blob(part))?;
         if self.put_document(None, MANIFEST_TYPE, document)?.as_ref() == Some(image) {
             return Ok(());

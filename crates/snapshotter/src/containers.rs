@@ -19,7 +19,7 @@ const IMAGE: &str = "containerd.io/snapshot/cri.image-ref";
 
 /// The form of containers that neither a label nor a pattern decides.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Form {
+pub enum ContainerForm {
     /// Overlay in the namespace `k8s.io`, native in others.
     #[default]
     Auto,
@@ -29,7 +29,7 @@ pub enum Form {
     Native,
 }
 
-impl FromStr for Form {
+impl FromStr for ContainerForm {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -46,7 +46,7 @@ impl FromStr for Form {
 #[derive(Clone, Debug, Default)]
 pub struct Containers {
     /// Where nothing else decides.
-    pub form: Form,
+    pub form: ContainerForm,
     /// Patterns of repositories whose containers are native.
     pub native: Vec<String>,
     /// Patterns of repositories whose containers are overlay; they come first.
@@ -71,9 +71,9 @@ impl Containers {
             }
         }
         match self.form {
-            Form::Overlay => false,
-            Form::Native => true,
-            Form::Auto => namespace(key).is_some_and(|name| name != KUBERNETES),
+            ContainerForm::Overlay => false,
+            ContainerForm::Native => true,
+            ContainerForm::Auto => namespace(key).is_some_and(|name| name != KUBERNETES),
         }
     }
 }
@@ -109,7 +109,7 @@ pub fn matches(pattern: &str, text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{Containers, Form, matches, repository};
+    use super::{ContainerForm, Containers, matches, repository};
     use crate::model::{Kind, Labels, Snapshots};
 
     #[test]
@@ -148,7 +148,7 @@ mod tests {
         let patterns = vec!["r.example/team/*".to_owned()];
         let native = Containers { native: patterns.clone(), ..Containers::default() };
         assert!(of(&native, "k8s.io/7/x", None) && !of(&native, "k8s.io/7/x", Some("overlay")));
-        let both = Containers { overlay: patterns, form: Form::Native, ..native };
+        let both = Containers { overlay: patterns, form: ContainerForm::Native, ..native };
         assert!(!of(&both, "d/7/x", None) && of(&both, "d/7/x", Some("native")));
     }
 }

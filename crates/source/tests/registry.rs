@@ -13,7 +13,7 @@ use std::{
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_source::{
     Access, Location, Store,
-    registry::{ARTIFACT_TYPE, Blob, Name, Objects, OciDigest, Registry},
+    registry::{ARTIFACT_TYPE, Blob, Name, ObjectBlobs, OciDigest, Registry},
     waiting,
 };
 use testkit::{Fault, OciLayout, Proxy, Rng, TokenGate, skopeo_copy};
@@ -275,7 +275,7 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
     let blob = Blob { digest: OciDigest::of(b"x"), size: 1 };
     let names = ["images/x", "packs/b", "packs/a", "manifests/m", "profiles/m"];
     let manifest = |names: &[&str]| {
-        let mut objects = Objects::default();
+        let mut objects = ObjectBlobs::default();
         for name in names {
             objects.add(id(name), blob.clone()).unwrap();
         }
@@ -285,7 +285,7 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
     let mut reversed = names;
     reversed.reverse();
     assert_eq!(manifest(&reversed).0, bytes);
-    assert_eq!(Objects::decode(&bytes).unwrap(), objects);
+    assert_eq!(ObjectBlobs::decode(&bytes).unwrap(), objects);
     let mut many = objects;
     assert!(many.add(id("packs/a"), blob.clone()).is_err());
     assert!(many.add(id("file/etc/passwd"), blob.clone()).is_err());
@@ -301,8 +301,11 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
     let config = serde_json::json!({ "mediaType": "", "digest": digest.to_string(), "size": 2 });
     let image =
         serde_json::json!({ "schemaVersion": 2, "config": config, "layers": [] }).to_string();
-    assert_eq!(Objects::decode(image.as_bytes()).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
-    assert_eq!(Objects::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(
+        ObjectBlobs::decode(image.as_bytes()).unwrap_err().kind(),
+        ErrorKind::UnsupportedFormat
+    );
+    assert_eq!(ObjectBlobs::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[test]

@@ -60,7 +60,7 @@ impl Default for Queues {
 
 /// A device as the driver describes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Device {
+pub struct UblkDevice {
     /// `N` of `/dev/ublkbN`.
     pub number: u32,
     /// The word that its maker gave to [`Control::add`].
@@ -162,7 +162,7 @@ impl Control {
     /// Adds a device of this shape; `owner` is kept with it. It has to be served, then started.
     ///
     /// `NoSpace` if the kernel takes no more devices; `Invalid` if it makes none of this shape.
-    pub fn add(&mut self, shape: &Shape, owner: u64, queues: Queues) -> Result<Device> {
+    pub fn add(&mut self, shape: &Shape, owner: u64, queues: Queues) -> Result<UblkDevice> {
         shape.check()?;
         let mut info = DeviceInfo {
             queues: queues.count,
@@ -174,7 +174,7 @@ impl Control {
             ..DeviceInfo::default()
         };
         self.call(ADD_DEV, ANY_DEVICE, 0, &mut info).map_err(cannot_add)?;
-        let device = Device::from(&info);
+        let device = UblkDevice::from(&info);
         let mut params = params(shape);
         let set = match info.flags & NEEDED == NEEDED {
             true => self.call(SET_PARAMS, device.number, 0, &mut params).map(drop),
@@ -205,11 +205,11 @@ impl Control {
     }
 
     /// The driver's description of a device; `None` if there is none, or it is not root's.
-    pub fn device(&mut self, number: u32) -> Result<Option<Device>> {
+    pub fn device(&mut self, number: u32) -> Result<Option<UblkDevice>> {
         let mut info = DeviceInfo::default();
         // Not GET_DEV_INFO2: that wants a path to compare, for the devices of users.
         match self.call(GET_DEV_INFO, number, 0, &mut info) {
-            Ok(_) => Ok(Some(Device::from(&info))),
+            Ok(_) => Ok(Some(UblkDevice::from(&info))),
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENODEV | libc::EINVAL)) => Ok(None),
             Err(e) => Err(failed(format!("cannot ask for the ublk device {number}"), e)),
         }
@@ -367,7 +367,7 @@ fn params(shape: &Shape) -> Params {
     params
 }
 
-impl From<&DeviceInfo> for Device {
+impl From<&DeviceInfo> for UblkDevice {
     fn from(info: &DeviceInfo) -> Self {
         Self {
             number: info.device,

@@ -56,7 +56,7 @@ use std::{
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result, WritableDevice};
 
 pub use self::{
-    control::{Control, Device, Queues, block_path, numbers},
+    control::{Control, Queues, UblkDevice, block_path, numbers},
     driver::{Driver, OpenDevice},
 };
 use self::{mailbox::Mailbox, queue::Queue};

@@ -210,7 +210,7 @@ pub(super) struct MappingEntry {
 
 /// A parsed entry.
 pub(super) enum Parsed {
-    ExtentSource(ExtentSource, u64),
+    Source(ExtentSource, u64),
     Mapping(MappingEntry),
 }
 

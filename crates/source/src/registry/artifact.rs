@@ -53,9 +53,9 @@ pub struct Blob {
 
 /// The objects of an image, each with its blob.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub struct Objects(BTreeMap<ObjectId, Blob>);
+pub struct ObjectBlobs(BTreeMap<ObjectId, Blob>);
 
-impl Objects {
+impl ObjectBlobs {
     /// Adds `object`. `Invalid` if images have no such kind of object, or it is already there.
     pub fn add(&mut self, object: ObjectId, blob: Blob) -> Result<()> {
         if media_type(&object).is_none() {
@@ -158,7 +158,7 @@ pub struct Artifact(Arc<Inner>);
 struct Inner {
     registry: Registry,
     digest: OciDigest,
-    objects: OnceCell<Objects>,
+    objects: OnceCell<ObjectBlobs>,
 }
 
 impl Artifact {
@@ -181,10 +181,10 @@ impl Artifact {
         Error::new(ErrorKind::Invalid, what)
     }
 
-    async fn objects(&self, retries: u32) -> Result<&Objects> {
+    async fn objects(&self, retries: u32) -> Result<&ObjectBlobs> {
         let ask = || async {
             let document = self.0.registry.fetch_document(Some(&self.0.digest), retries).await?;
-            Objects::decode(&document.0)
+            ObjectBlobs::decode(&document.0)
         };
         self.0.objects.get_or_try_init(ask).await
     }
@@ -271,12 +271,12 @@ mod tests {
     use burgeon_block::ErrorKind;
     use testkit::Rng;
 
-    use super::{Blob, MEDIA_TYPES, Objects, OciDigest};
+    use super::{Blob, MEDIA_TYPES, ObjectBlobs, OciDigest};
 
     /// The digest of a pushed image depends on every byte of it.
     #[test]
     fn the_manifest_of_an_image_stays_the_same_bytes() {
-        let mut objects = Objects::default();
+        let mut objects = ObjectBlobs::default();
         let digest = OciDigest::of(b"x");
         let blob = Blob { digest: digest.clone(), size: 7 };
         objects.add(MEDIA_TYPES[1].0.object(digest.hex()).unwrap(), blob).unwrap();
@@ -294,22 +294,22 @@ mod tests {
 
     #[test]
     fn damaged_manifests_fail_cleanly_or_round_trip() {
-        let mut sound = Objects::default();
+        let mut sound = ObjectBlobs::default();
         for (number, (kind, _)) in MEDIA_TYPES.iter().enumerate() {
             let digest = OciDigest::of(&[number as u8]);
             let object = kind.object(digest.hex()).unwrap();
             sound.add(object, Blob { digest, size: 1000 + number as u64 }).unwrap();
         }
         let bytes = sound.encode().unwrap();
-        assert_eq!(Objects::decode(&bytes).unwrap(), sound);
+        assert_eq!(ObjectBlobs::decode(&bytes).unwrap(), sound);
         let mut taken = 0;
         for seed in 0..5000 {
             let mut rng = Rng::new(seed);
             let bytes = rng.meddle(&bytes);
-            match Objects::decode(&bytes) {
+            match ObjectBlobs::decode(&bytes) {
                 Ok(objects) => {
                     let again = objects.encode().unwrap();
-                    assert_eq!(Objects::decode(&again).unwrap(), objects, "{seed}");
+                    assert_eq!(ObjectBlobs::decode(&again).unwrap(), objects, "{seed}");
                     taken += 1;
                 }
                 Err(error) => {

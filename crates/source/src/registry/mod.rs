@@ -43,7 +43,7 @@ use tokio::{
 pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files, serves};
 pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
-    artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
+    artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, ObjectBlobs},
     digest::{Checked, Digesting, OciDigest},
     hosts::use_hosts_of,
     name::Name,

@@ -19,7 +19,7 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::Form};
+use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::ContainerForm};
 
 use self::layers::OwnLayers;
 use super::{Context, HOSTS_DIR};
@@ -57,7 +57,7 @@ pub(crate) struct Snapshots {
     /// Form of containers above mounted layers: overlay (shared page cache), native (a mount each), or
     /// auto, which is overlay in the namespace k8s.io and native in others
     #[arg(long, value_name = "auto|overlay|native", global = true, default_value = "auto")]
-    containers: Form,
+    containers: ContainerForm,
     /// Containers of repositories that match are native
     #[arg(long, value_name = "PATTERN", global = true)]
     native: Vec<String>,
@@ -88,8 +88,9 @@ impl Snapshots {
     /// Refuses options that would have no effect.
     fn check(&self) -> Result<(), Usage> {
         let patterns = self.native.len() + self.overlay.len();
-        let has_none =
-            patterns == 0 && self.write_limit.is_none() && self.containers == Form::default();
+        let has_none = patterns == 0
+            && self.write_limit.is_none()
+            && self.containers == ContainerForm::default();
         match self.serves() || has_none {
             true => Ok(()),
             false => Err(Usage(
