@@ -1,4 +1,4 @@
-//! Arguments of the commands that bring a mount's data here: `prefetch`, `pin`, `let-go`.
+//! Arguments of the commands that fetch a mount's data: `prefetch`, `pin`, `let-go`.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 

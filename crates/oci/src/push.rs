@@ -49,7 +49,7 @@ pub fn push(
     let total: u64 = sizes.iter().sum();
     let (done, sent) = (AtomicU64::new(0), AtomicU64::new(0));
     let objects = Mutex::new(ObjectBlobs::default());
-    let bring = |bytes: Bytes| {
+    let publish = |bytes: Bytes| {
         let (digest, size) = (OciDigest::of(&bytes), bytes.len() as u64);
         if !uploads.has(&digest)? {
             uploads.put(&digest, &bytes)?;
@@ -64,13 +64,13 @@ pub fn push(
             let what = format!("{object} was changed in the store meanwhile: push again");
             return Err(Error::new(ErrorKind::Unavailable, what));
         }
-        let blob = bring(bytes)?;
+        let blob = publish(bytes)?;
         progress(done.fetch_add(size, Relaxed) + size, total);
         objects.lock().unwrap_or_else(PoisonError::into_inner).add(object.clone(), blob)
     })?;
     let objects = objects.into_inner().unwrap_or_else(PoisonError::into_inner);
     let manifest = objects.encode()?;
-    bring(Bytes::from_static(EMPTY))?;
+    publish(Bytes::from_static(EMPTY))?;
     let Put { digest, .. } = uploads.put_document(Some(to.tag()), MANIFEST_TYPE, &manifest)?;
     let new_bytes = sent.into_inner();
     let there_bytes = total.saturating_sub(new_bytes);

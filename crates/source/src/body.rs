@@ -79,13 +79,13 @@ pub(crate) struct Bounded<B> {
     inner: B,
     len_max: u64,
     left: u64,
-    pace: Pace,
+    rate: Rate,
 }
 
 impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
     /// Bounds `inner` to `len_max` bytes.
     pub(crate) fn new(inner: B, len_max: u64) -> Self {
-        Self { inner, len_max, left: len_max, pace: Pace::default() }
+        Self { inner, len_max, left: len_max, rate: Rate::default() }
     }
 
     /// The next part; `None` at the end.
@@ -107,7 +107,7 @@ impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
         loop {
             let frame = match Pin::new(&mut self.inner).poll_frame(cx) {
                 Poll::Ready(frame) => frame,
-                Poll::Pending if self.pace.poll_too_slow(cx) => return excess(Excess::TooSlow),
+                Poll::Pending if self.rate.poll_too_slow(cx) => return excess(Excess::TooSlow),
                 Poll::Pending => return Poll::Pending,
             };
             // Trailers are not part of the body.
@@ -118,7 +118,7 @@ impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
                 Err(error) => return Poll::Ready(Some(Err(Failed::Broken(error)))),
             };
             let len = part.len() as u64;
-            self.pace.arrived(len);
+            self.rate.arrived(len);
             let Some(left) = self.left.checked_sub(len) else {
                 return excess(Excess::TooLong(self.len_max));
             };
@@ -166,7 +166,7 @@ where
 
 /// The rate at which a body arrives.
 #[derive(Default, Debug)]
-struct Pace {
+struct Rate {
     /// Time that the reader has waited in this window.
     waited: Duration,
     /// Bytes that arrived in this window.
@@ -177,7 +177,7 @@ struct Pace {
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
-impl Pace {
+impl Rate {
     fn arrived(&mut self, bytes: u64) {
         self.waited += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
         self.bytes += bytes;

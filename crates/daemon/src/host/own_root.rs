@@ -122,7 +122,7 @@ pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
         })?;
         places.push((path.to_path_buf(), RootItem::Folder(copy)));
     }
-    for path in &brought(others, &mounts) {
+    for path in &included(others, &mounts) {
         if let Some(place) = place(path).map_err(failed)? {
             places.push((path.clone(), place));
         }
@@ -136,7 +136,9 @@ pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
     // Another user walks these folders.
     let masked = umask(Mode::from_raw_mode(0o022));
     let put = places.into_iter().try_for_each(|(path, place)| {
-        put(&path, place).map_err(|e| Error::io(format!("cannot bring {}", path.display()), e))
+        put(&path, place).map_err(|e| {
+            Error::io(format!("cannot put {} into the process's own root", path.display()), e)
+        })
     });
     umask(masked);
     put?;
@@ -178,24 +180,24 @@ enum RootItem {
     Link(PathBuf),
 }
 
-/// The places to bring, parents first: those of [`WHOLE`], what is at `others` outside of them, the
+/// The paths of the root, parents first: those of [`WHOLE`], what is at `others` outside of them, the
 /// mounts on the way, and those below a folder of `/etc`, such as single certificates in a container.
-fn brought(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
+fn included(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
     let mounts: BTreeSet<&Path> = mounts.iter().map(|it| &*it.target).collect();
     let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));
-    let mut brought: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
+    let mut included: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
     // A link on most machines, by whose name sockets of resolvers are known.
-    brought.extend(Some(PathBuf::from("/var/run")).filter(|path| path.is_symlink()));
+    included.extend(Some(PathBuf::from("/var/run")).filter(|path| path.is_symlink()));
     for path in others {
         if !whole(path) {
-            brought.insert(path.to_path_buf());
+            included.insert(path.to_path_buf());
         }
         let on_the_way = path.ancestors().filter(|it| whole(it) && mounts.contains(*it));
-        brought.extend(on_the_way.map(Path::to_owned));
+        included.extend(on_the_way.map(Path::to_owned));
         let below = mounts.iter().filter(|it| path.starts_with("/etc") && it.starts_with(path));
-        brought.extend(below.map(|it| it.to_path_buf()));
+        included.extend(below.map(|it| it.to_path_buf()));
     }
-    brought
+    included
 }
 
 /// What is at `path`; `None` if nothing is.

@@ -105,7 +105,7 @@ pub fn copy(
     let total: u64 = sizes.iter().sum();
     // The manifest is last: without its packs it would refer to missing objects.
     let (manifest, packs) = parts.split_last().ok_or_else(|| invalid("an image has a manifest"))?;
-    let bring = |object: &ObjectId, size: u64| {
+    let put = |object: &ObjectId, size: u64| {
         let is_there = to.len(object)? == Some(size);
         if is_there {
             there.fetch_add(size, Relaxed);
@@ -115,8 +115,8 @@ pub fn copy(
         progress(done.fetch_add(size, Relaxed) + size, total);
         Ok(())
     };
-    in_lanes(packs.len(), |number| bring(&packs[number], sizes[number]))?;
-    bring(manifest, sizes[packs.len()])?;
+    in_lanes(packs.len(), |number| put(&packs[number], sizes[number]))?;
+    put(manifest, sizes[packs.len()])?;
     let there_bytes = there.into_inner();
     Ok(Copied { new_bytes: total - there_bytes, there_bytes })
 }

@@ -169,7 +169,7 @@ impl Endpoint {
             url.query_pairs_mut().append_pair("ns", mirrored);
         }
         let mut login = self.logins.now(None, retries).await?;
-        let mut logins_left = if login.is_hope() { 2 } else { 1 };
+        let mut logins_left = if login.is_unconfirmed() { 2 } else { 1 };
         loop {
             traffic.requests.fetch_add(1, Relaxed);
             let answer = web::send(what, retries, || {
@@ -184,9 +184,9 @@ impl Endpoint {
             })?;
             let answer = self.followed(what, retries, answer, &url, change).await?;
             let status = answer.status();
-            let hoped = login.is_hope();
+            let unconfirmed = login.is_unconfirmed();
             if status.is_success() {
-                if hoped {
+                if unconfirmed {
                     self.logins.fulfilled(&login);
                 }
                 return Ok(answer);
@@ -194,10 +194,10 @@ impl Endpoint {
             // A registry may answer anonymous requests for a private repository with 403 or 404.
             let hides = matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND);
             let is_refused = status == StatusCode::UNAUTHORIZED;
-            if !hoped {
+            if !unconfirmed {
                 traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
             }
-            if logins_left == 0 || !(is_refused || hoped && hides) {
+            if logins_left == 0 || !(is_refused || unconfirmed && hides) {
                 return Err(login.refused(what, self.registry(), status));
             }
             logins_left -= 1;

@@ -82,7 +82,7 @@ pub(super) struct Login {
 enum With {
     Nothing,
     /// No authorization; the registry has not confirmed yet that this suffices.
-    Hope,
+    Unconfirmed,
     Password(String, String),
     Token(String),
 }
@@ -213,7 +213,7 @@ impl Logins {
         let (desk, what) = (self.desk.clone(), what.to_owned());
         let login = async move { desk.log_in(&what, None, retries).await };
         *self.ahead() = Some(Ahead(tokio::spawn(login)));
-        Ok(With::Hope)
+        Ok(With::Unconfirmed)
     }
 }
 
@@ -236,8 +236,8 @@ impl Desk {
 
 impl Login {
     /// True if the registry has not confirmed it yet.
-    pub(super) fn is_hope(&self) -> bool {
-        matches!(self.with, With::Hope)
+    pub(super) fn is_unconfirmed(&self) -> bool {
+        matches!(self.with, With::Unconfirmed)
     }
 
     /// True if a login ended without an authorization to send.
@@ -267,7 +267,7 @@ impl Login {
 
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {
         match &self.with {
-            With::Nothing | With::Hope => request,
+            With::Nothing | With::Unconfirmed => request,
             With::Password(user, password) => request.basic_auth(user, Some(password)),
             With::Token(token) => request.bearer_auth(token),
         }
