@@ -8,7 +8,7 @@ use burgeon_block::BLOCK_SIZE;
 use crate::{
     ChunkKey, Why,
     arena::Arenas,
-    index::Index,
+    index::KeyIndex,
     journal::{Event, Record},
     policy::Policy,
     reuse::Reuse,
@@ -131,7 +131,7 @@ impl Admin {
         chunk: &Chunk,
         why: Why,
         slots: &Slots,
-        index: &Index,
+        index: &KeyIndex,
     ) -> Option<crate::Place> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
@@ -161,7 +161,7 @@ impl Admin {
         &mut self,
         slot: u32,
         slots: &Slots,
-        index: &Index,
+        index: &KeyIndex,
         arenas: &Arenas,
     ) -> Option<u64> {
         let chunk = slots.chunk(slot)?;

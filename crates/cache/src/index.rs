@@ -22,13 +22,13 @@ struct Shard {
     len: usize,
 }
 
-pub(crate) struct Index {
+pub(crate) struct KeyIndex {
     shards: Box<[Mutex<Shard>]>,
     /// Keeps the makers of images from choosing digests that meet in one place of the table.
     seed: u64,
 }
 
-impl Index {
+impl KeyIndex {
     pub(crate) fn new(seed: u64) -> Self {
         Self { shards: (0..SHARDS).map(|_| Mutex::new(Shard::default())).collect(), seed }
     }

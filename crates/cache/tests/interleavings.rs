@@ -22,7 +22,7 @@ mod sync {
 use std::sync::Arc;
 
 use burgeon_cache::{ChunkKey, Place};
-use index::Index;
+use index::KeyIndex;
 use shuttle::{
     sync::{Mutex, atomic::AtomicU64, atomic::Ordering::SeqCst},
     thread,
@@ -41,7 +41,7 @@ enum How {
 
 struct Cell {
     slots: Slots,
-    index: Index,
+    index: KeyIndex,
     /// The content of each block of the arena: the number of a chunk, or 0.
     arena: Vec<AtomicU64>,
     /// The next block, as the store's lock guards it.
@@ -58,7 +58,7 @@ impl Cell {
         let arena = (0..8).map(|_| AtomicU64::new(0)).collect();
         Arc::new(Self {
             slots: Slots::default(),
-            index: Index::new(7),
+            index: KeyIndex::new(7),
             arena,
             next: Mutex::new(0),
             how,
