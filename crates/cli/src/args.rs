@@ -164,7 +164,7 @@ Examples:
   burgeon pin /mnt/a/models/llama.bin
   burgeon pin --remove /mnt/a/models/llama.bin")]
     Pin(Pin),
-    /// Copy all data of a mount to a plain file, so that it needs no process of Burgeon any more
+    /// Copy all data of a mount to a plain file, so that it no longer needs a process of Burgeon
     #[command(after_help = data_args::LET_GO_EXAMPLES)]
     LetGo(LetGo),
     /// Unmount, and wait until all devices and files are released
@@ -212,7 +212,7 @@ otherwise.")]
     /// Check or show the configuration of this host
     #[command(after_help = config::EXAMPLES)]
     Config(config::Config),
-    /// Tell by exit code whether everything mounted is served
+    /// Report by exit code whether every mount is served
     #[command(after_help = health::EXAMPLES)]
     Health(health::Health),
     /// Show or change the level and the format of the running daemon's log

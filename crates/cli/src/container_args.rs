@@ -17,9 +17,9 @@ Examples:
 pub(crate) struct Bundle {
     /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or oci-layout:DIR[:TAG]
     pub(crate) image: String,
-    /// The directory of the bundle: it is made, or empty
+    /// The directory of the bundle: missing or empty
     pub(crate) dir: PathBuf,
-    /// The standard streams of the container are a terminal that the runtime makes
+    /// Connect the container's standard streams to a terminal that the runtime makes
     #[arg(long)]
     pub(crate) tty: bool,
     /// The network of the container
@@ -64,9 +64,9 @@ pub(crate) struct Choices {
 /// `--network`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum NetworkChoice {
-    /// That of this machine
+    /// The network of this machine
     Host,
-    /// One of its own, without any interface to the outside
+    /// A network of its own, without an interface to the outside
     None,
 }
 
@@ -82,7 +82,7 @@ impl From<NetworkChoice> for Network {
 pub(crate) const RUN_EXAMPLES: &str = "\
 Examples:
   burgeon run oci://docker.io/python:3.12 -- python -c 'print(1)'
-  burgeon run oci://docker.io/debian:12 --writes work -- bash     the next run with --writes work goes on
+  burgeon run oci://docker.io/debian:12 --writes work -- bash     the next run with --writes work continues
   burgeon run oci://docker.io/debian:12 --network none --user 1000 -- id
 
 The exit code is that of the command, 128 and the signal's number if a signal ended it, 126 or 127 if

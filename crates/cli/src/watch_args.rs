@@ -23,10 +23,10 @@ pub(crate) struct Trace {
     /// Show the waits of the next seconds instead of the remembered ones
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub(crate) follow: Option<u64>,
-    /// Only show the files with the longest waits in sum
+    /// Show only the files with the longest total waits
     #[arg(long, value_enum, conflicts_with = "summary")]
     pub(crate) top: Option<By>,
-    /// Only show numbers: waits, time, failed tries, errors
+    /// Show only totals: waits, time, failed tries, errors
     #[arg(long)]
     pub(crate) summary: bool,
 }
