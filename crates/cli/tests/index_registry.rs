@@ -8,6 +8,7 @@ use std::{
     fs,
     io::{Read, Write},
     net::{SocketAddr, TcpStream},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -116,6 +117,46 @@ fn another_host_reads_an_indexed_image_of_a_registry_lazily() {
     let before = link.bytes();
     assert_eq!(push(&maker, &pinned), made);
     assert!(link.bytes() - before < 100_000);
+}
+
+/// The command has no credentials for the registry: only the server logs in, and may execute nothing.
+#[test]
+fn the_supervisor_runs_a_credential_helper_for_the_server() {
+    let space = Space::new("index-helper");
+    let layout = layered(&space.path("layout"));
+    let passwords = space.path("passwords");
+    let made = Command::new("htpasswd").args(["-Bbn", "user", "hunter2"]).output().unwrap();
+    fs::write(&passwords, made.stdout).unwrap();
+    let registry = Registry::start(&space.path("registry"), Some(&passwords)).unwrap();
+    let source = format!("{}/app:1", registry.address());
+    publish(&layout, &source, &["--dest-creds=user:hunter2"]);
+    let (helped, empty) = (space.make_folder("helped"), space.make_folder("empty"));
+    fs::write(helped.join("config.json"), r#"{"credsStore": "of-a-test"}"#).unwrap();
+    let helper = helped.join("docker-credential-of-a-test");
+    let (asked, answer) = (space.path("asked"), r#"{"Username": "user", "Secret": "hunter2"}"#);
+    let script = format!(
+        "#!/bin/sh\ncat /proc/$PPID/cmdline >> '{}'\ncat > /dev/null\necho '{answer}'\n",
+        asked.display()
+    );
+    fs::write(&helper, script).unwrap();
+    fs::set_permissions(&helper, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", helped.display(), std::env::var("PATH").unwrap());
+    let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &helped).env("PATH", path);
+    let made = burgeon.ok(&["index", &format!("oci://{source}"), "--json"]);
+    let made: Value = serde_json::from_str(&made).unwrap();
+    // Starts the daemon, with the helper in its environment.
+    let pinned = format!("oci://{}/app@{}", registry.address(), digest(&made, "image"));
+    let mounted = burgeon.mount(&pinned, &space.path("first"), &["--read-only"]);
+    fs::write(&asked, "").unwrap();
+    let burgeon = burgeon.env("DOCKER_CONFIG", &empty).env("HOME", &empty);
+    let second = burgeon.mount(&pinned, &space.path("second"), &["--read-only"]);
+    burgeon.umount(mounted);
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let read = fs::read(second.path().join("last")).unwrap();
+    assert!(read == fs::read(unpacked.join("last")).unwrap());
+    let asked = fs::read_to_string(&asked).unwrap();
+    assert!(asked.contains("__supervise"), "{asked:?}");
+    burgeon.umount(second);
 }
 
 /// The file in which a registry keeps a blob.

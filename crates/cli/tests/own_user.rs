@@ -5,12 +5,21 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
-    os::unix::fs::MetadataExt,
+    fs::{self, File},
+    io::{Read, Write},
+    os::{
+        fd::AsRawFd,
+        unix::{fs::MetadataExt, net::UnixStream},
+    },
     path::{Path, PathBuf},
+    thread,
 };
 
-use rustix::mount::{MountPropagationFlags, mount_change};
+use rustix::{
+    mount::{MountPropagationFlags, mount_change},
+    process::Uid,
+    thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_thread_res_uid},
+};
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -119,6 +128,38 @@ fn the_server_is_another_user_on_xfs() {
 #[test]
 fn the_server_is_another_user_on_btrfs() {
     serves_as_another_user("own-user-btrfs", &["mkfs.btrfs", "-q", "-f"]);
+}
+
+/// The answer of the API socket in `run` to a harmless request of `user`; empty if it is cut off.
+fn answer_to(user: u32, run: &Path) -> Vec<u8> {
+    // The path may be longer than an address.
+    let run = File::open(run).unwrap();
+    // Only this thread changes its user, and keeps the capability to reach the socket.
+    let asked = thread::spawn(move || {
+        set_capabilities_secure_bits(CapabilitiesSecureBits::NO_SETUID_FIXUP).unwrap();
+        set_thread_res_uid(Uid::ROOT, Uid::from_raw(user), Uid::ROOT).unwrap();
+        let path = format!("/proc/thread-self/fd/{}/api.sock", run.as_raw_fd());
+        let mut stream = UnixStream::connect(path).unwrap();
+        let request = br#"{"call":"status"}"#;
+        // Who is cut off at once cannot write.
+        let length = (request.len() as u32).to_le_bytes();
+        let _ = stream.write_all(&length).and_then(|()| stream.write_all(request));
+        let mut answer = [0; 16];
+        let len = stream.read(&mut answer).unwrap_or_default();
+        answer[..len].to_vec()
+    });
+    asked.join().unwrap()
+}
+
+#[test]
+fn the_api_socket_refuses_the_user_of_servers() {
+    let space = Space::new("own-user-api");
+    let host = Installation::new(&space, &space.path("state"));
+    let mounted = host.mount("at");
+    let run = host.burgeon.state().join("run");
+    assert!(!answer_to(0, &run).is_empty());
+    assert!(answer_to(USERS[1].parse().unwrap(), &run).is_empty());
+    host.burgeon.umount(mounted);
 }
 
 /// The kernel maps no overlayfs.

@@ -17,6 +17,7 @@
 
 mod background;
 mod cache;
+mod helpers;
 mod mounts;
 mod reads;
 mod refusing;
@@ -43,7 +44,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Counters, Error, ErrorKind, Result};
+use burgeon_block::{Counters, Error, Result};
 use burgeon_cache::Cache;
 use burgeon_frontend::{
     ServeOptions, Slots,
@@ -51,13 +52,14 @@ use burgeon_frontend::{
 };
 use burgeon_source::{
     opening::{Manner, Opener, Opening, open_files_by},
-    registry::Said,
+    registry::ask_helpers_by,
 };
 use burgeon_volume::Limits;
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
     background::Warmed,
+    helpers::Helpers,
     mounts::Job,
     reads::Reads,
     served::{Mount, Refused},
@@ -71,9 +73,8 @@ use crate::{
     },
     id::MountId,
     ipc::{
-        client::{Client, socket_path},
+        client::socket_path,
         link::{FromServer, ToServer, VERSION},
-        protocol::{Reply, Request},
         wire,
     },
     opener,
@@ -129,6 +130,7 @@ struct Serving {
     link: Mutex<Option<UnixStream>>,
     /// Opens files of this host.
     opener: Arc<opener::Client>,
+    helpers: Helpers,
 }
 
 /// The counters in the memory that mounts share with the supervisor.
@@ -171,10 +173,6 @@ fn begin(state_dir: &Path) -> Result<()> {
     }
     let opener = Arc::new(opener::Client::default());
     open_files_by(ByOpener::new(&opener, &state));
-    let asked = state.clone();
-    burgeon_source::registry::ask_helpers_by(Box::new(move |helper, registry| {
-        ask_supervisor(&asked, helper, registry).unwrap_or_else(|e| Err(e.to_string()))
-    }));
     let stdin =
         rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(|e| failed(e.into()))?;
     let runtime = Builder::new_multi_thread()
@@ -205,7 +203,15 @@ fn begin(state_dir: &Path) -> Result<()> {
         warmed: Mutex::default(),
         link: Mutex::default(),
         opener,
+        helpers: Helpers::default(),
     });
+    let asking = Arc::downgrade(&serving);
+    ask_helpers_by(Box::new(move |helper, registry| {
+        let serving = asking.upgrade().ok_or("the server is ending")?;
+        let (helper, registry) = (helper.to_owned(), registry.to_owned());
+        let message = |number| FromServer::AskHelper { number, helper, registry };
+        serving.helpers.ask(|number| serving.try_tell(&message(number)))
+    }));
     let reader = Arc::downgrade(&serving);
     thread::spawn(move || {
         while let Some(serving) = reader.upgrade() {
@@ -222,6 +228,7 @@ fn begin(state_dir: &Path) -> Result<()> {
             return Ok(());
         }
         *lock(&serving.link) = None;
+        serving.helpers.supervisor_died();
         lock(&serving.warmed).clear();
         if serving.is_idle() {
             return Ok(());
@@ -281,21 +288,6 @@ impl Opener for ByOpener {
     }
 }
 
-/// Lets the supervisor run a credential helper, because this process may execute nothing.
-fn ask_supervisor(state: &StateDir, helper: &str, registry: &str) -> Result<Said> {
-    let unavailable = |what: &str| Error::new(ErrorKind::Unavailable, what);
-    let Some(supervisor) = Client::connect(state)? else {
-        return Err(unavailable("no daemon is there to run a credential helper"));
-    };
-    let (helper, registry) = (helper.to_owned(), registry.to_owned());
-    match supervisor.call(&Request::AskHelper { helper, registry })? {
-        (Reply::HelperSaid(said), _) => Ok(said),
-        _ => Err(unavailable(
-            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it",
-        )),
-    }
-}
-
 /// Takes the server's lock: the requests in the slots have one owner. The previous server is dead,
 /// or about to end.
 fn the_only_server(state: &StateDir) -> Result<Lock> {
@@ -346,6 +338,7 @@ impl Serving {
                 ToServer::Waits { number, id, after } => {
                     self.tell(&FromServer::Waits { number, waits: self.waits(id, after) });
                 }
+                ToServer::HelperSaid { number, said } => self.helpers.answered(number, said),
                 ToServer::Stop => return Ok(Parting::Stop),
                 ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
             }
@@ -411,9 +404,12 @@ impl Serving {
 
     /// Tells the supervisor, if there is one; the next one is told everything anyway.
     fn tell(&self, message: &FromServer) {
-        if let Some(link) = &*lock(&self.link) {
-            let _ = wire::send(link, message, &[]);
-        }
+        self.try_tell(message);
+    }
+
+    /// The same; false if there is no supervisor.
+    fn try_tell(&self, message: &FromServer) -> bool {
+        lock(&self.link).as_ref().is_some_and(|link| wire::send(link, message, &[]).is_ok())
     }
 
     /// Stops the ublk devices without a file system, so that an orphan ends with its last mount;

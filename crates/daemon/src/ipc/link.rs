@@ -11,6 +11,7 @@
 //!              ── Report ──► ◄── Report ───         numbers that only the server knows
 //!              ── Cache ───► ◄── Cache ────         an order about the host's cache is done
 //!              ── Waits ──► ◄── Waits ────         the last reads that had to wait
+//!              ◄── AskHelper ── HelperSaid ►       run a credential helper
 //!              ── Log ───────────────────►         change level and format of the log
 //!              ── Stop ───────────────────►         end, and do not wait for a supervisor
 //!
@@ -44,9 +45,10 @@ use crate::{
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
-/// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. An upgrade replaces the supervisor first, so each version understands the
-/// messages of the previous one and ignores those that only later ones have.
-pub(crate) const VERSION: u32 = 5;
+/// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. 5: there is no
+/// `AskHelper`. An upgrade replaces the supervisor first, so each version understands the messages of
+/// the previous one and ignores those that only later ones have.
+pub(crate) const VERSION: u32 = 6;
 
 /// The first version whose servers have files opened for them.
 const FIRST_WITH_OPENER: u32 = 3;
@@ -122,6 +124,8 @@ pub(crate) enum ToServer {
     Log { level: String, json: bool },
     /// List the last reads of the mount that had to wait, after number `after`.
     Waits { number: u64, id: MountId, after: u64 },
+    /// The answer to an `AskHelper`: the helper's output, or the reason why there is none.
+    HelperSaid { number: u64, said: Result<String, String> },
     /// End.
     Stop,
     /// A message of a later version.
@@ -195,6 +199,9 @@ pub(crate) enum FromServer {
     Cache { number: u64, answer: CacheAnswer, error: Option<Failure> },
     /// The answer to a `Waits`.
     Waits { number: u64, waits: Vec<Wait> },
+    /// Run the credential helper of this name, without `docker-credential-`, for a registry. The
+    /// server may execute nothing.
+    AskHelper { number: u64, helper: String, registry: String },
     /// A mount that an orphan serves: to the supervisor that adopts it.
     Serving(Attach),
     /// The end of the `Serving` messages.
@@ -304,12 +311,13 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as versions 2 to 5 write it, after its receiver.
-    const RECORDED: [&str; 4] = [
+    /// A message of each kind, as versions 2 to 6 write it, after its receiver.
+    const RECORDED: [&str; 5] = [
         include_str!("link-2.txt"),
         include_str!("link-3.txt"),
         include_str!("link-4.txt"),
         include_str!("link-5.txt"),
+        include_str!("link-6.txt"),
     ];
 
     #[test]
@@ -327,15 +335,15 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8 + 9 + 11, 7 + 7 + 8 + 9));
+        assert_eq!((told, says), (7 + 8 + 9 + 11 + 12, 7 + 7 + 8 + 9 + 10));
     }
 
-    /// Version 5 is this one: a change of its messages that other versions would see is a new
+    /// Version 6 is this one: a change of its messages that other versions would see is a new
     /// version, with a record of its own.
     #[test]
     fn recorded_messages_of_this_version_are_written_the_same() {
-        assert_eq!(VERSION, 5);
-        for (end, message) in RECORDED[3].lines().map(|line| line.split_once(' ').unwrap()) {
+        assert_eq!(VERSION, 6);
+        for (end, message) in RECORDED[4].lines().map(|line| line.split_once(' ').unwrap()) {
             let recorded: Value = serde_json::from_str(message).unwrap();
             let written = match end {
                 "server" => {

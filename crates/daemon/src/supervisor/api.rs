@@ -17,7 +17,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use super::Supervisor;
 use crate::{
-    host::{own_root, peer::Peer},
+    host::peer::Peer,
     ipc::{
         protocol::{CacheRequest, Reply, Request},
         wire,
@@ -68,7 +68,7 @@ impl Supervisor {
 
     fn converse(self: &Arc<Self>, stream: &UnixStream) -> Result<()> {
         let failed = |e| Error::io("cannot set up a client's socket", e);
-        let is_server = check_peer(stream)?;
+        check_peer(stream)?;
         let peer = Peer::of(stream).ok();
         // No read timeout: between two requests a client may wait for an umount that writes back
         // gigabytes.
@@ -83,10 +83,6 @@ impl Supervisor {
             let checked = match changes(&request) {
                 true => self.check_administrator(peer.as_ref()),
                 false => Ok(()),
-            };
-            let checked = match (is_server, &request) {
-                (true, Request::AskHelper { .. }) | (false, _) => checked,
-                (true, _) => Err(Error::new(ErrorKind::Invalid, "this is not for a server to ask")),
             };
             if let Err(refusal) = checked.and_then(|()| self.refuse_plain(&request)) {
                 wire::send(stream, &Reply::Failed(refusal.into()), &[])?;
@@ -205,7 +201,7 @@ impl Supervisor {
     }
 }
 
-/// False for requests that only look, and for the server's own.
+/// False for requests that only look, and for those of servers of earlier versions.
 fn changes(request: &Request) -> bool {
     match request {
         Request::Mount(_)
@@ -226,16 +222,13 @@ fn changes(request: &Request) -> bool {
     }
 }
 
-/// Admits only root and the daemon's own user: others must not control mounts or read data. True for
-/// a server with a user of its own, which may ask for one thing alone.
-fn check_peer(stream: &UnixStream) -> Result<bool> {
+/// Admits only root and the daemon's own user: others, the servers' among them, must not control
+/// mounts or read data.
+fn check_peer(stream: &UnixStream) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(stream)
         .map_err(|e| Error::io("cannot determine the user of the client", e.into()))?;
     if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
-        return Ok(false);
-    }
-    if peer.uid.as_raw() == own_root::USER {
-        return Ok(true);
+        return Ok(());
     }
     Err(Error::new(
         ErrorKind::Invalid,

@@ -19,6 +19,7 @@ use std::{
 };
 
 use burgeon_block::{Error, Result};
+use burgeon_source::registry::ask_helper;
 
 use super::{Supervisor, table::ToDo};
 use crate::{
@@ -160,6 +161,13 @@ impl Supervisor {
                 // Removing the mount's folder may wait for a disk; the server's messages must not.
                 let supervisor = Arc::clone(self);
                 thread::spawn(move || supervisor.release(id));
+            }
+            Some(ToDo::AskHelper { question, helper, registry }) => {
+                let supervisor = Arc::clone(self);
+                thread::spawn(move || {
+                    let said = ask_helper(&helper, &registry);
+                    supervisor.table().helper_said(question, said);
+                });
             }
             None => {}
         }

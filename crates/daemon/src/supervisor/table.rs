@@ -126,12 +126,22 @@ impl MountEntry {
 }
 
 /// The work that follows from a message of the server, beyond the table.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum ToDo {
     /// Repair the mount's files, if that is what it lacks.
     Mend(MountId),
     /// The kernel has closed the mount: clean up after it.
     Release(MountId),
+    /// Run a credential helper, and hand its output to [`Table::helper_said`].
+    AskHelper { question: Question, helper: String, registry: String },
+}
+
+/// A question of one server, which no other gets the answer to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Question {
+    /// The number of the connection.
+    connection: u64,
+    number: u64,
 }
 
 /// A server's answer to an `Attach`.
@@ -143,6 +153,9 @@ struct Attached {
     refused: bool,
     opener: Option<u32>,
 }
+
+/// Most credential helpers that run at once for servers: each is a process and a thread.
+const HELPERS_MAX: usize = 32;
 
 /// Lists of waits that may lie here: clients that have given up take none.
 const WAITS_MAX: usize = 64;
@@ -163,6 +176,10 @@ pub(crate) struct Table {
     pub(crate) folders: Vec<Option<Identity>>,
     pub(crate) server_pid: Option<u32>,
     pub(crate) server_restarts: u64,
+    /// Servers connected so far.
+    connections: u64,
+    /// Credential helpers that run.
+    helpers: usize,
     /// No new mounts, and no new server.
     pub(crate) stopping: bool,
     /// End as soon as nothing is mounted.
@@ -235,6 +252,7 @@ impl Table {
     /// Tells a new server of every mount, and makes it the current server.
     pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, understands: Understands) {
         self.link = Some(link);
+        self.connections += 1;
         self.cache_orders.clear();
         self.cache_answers.clear();
         self.server_pid = pid;
@@ -347,6 +365,15 @@ impl Table {
                     self.waits.pop_first();
                 }
             }
+            FromServer::AskHelper { number, helper, registry } => {
+                if self.helpers < HELPERS_MAX {
+                    self.helpers += 1;
+                    let question = Question { connection: self.connections, number };
+                    return Some(ToDo::AskHelper { question, helper, registry });
+                }
+                let said = Err("too many credential helpers run at once: try again".to_owned());
+                self.send(&ToServer::HelperSaid { number, said });
+            }
             FromServer::Serving(_) | FromServer::Adopted { .. } => {}
             FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),
         }
@@ -379,6 +406,15 @@ impl Table {
             Some(failure) => Serving::No(failure.into()),
         };
         true
+    }
+
+    /// Tells the server what a helper said, unless another server has taken its place: a password
+    /// must not reach who has asked for another registry's.
+    pub(crate) fn helper_said(&mut self, question: Question, said: Result<String, String>) {
+        self.helpers = self.helpers.saturating_sub(1);
+        if question.connection == self.connections {
+            self.send(&ToServer::HelperSaid { number: question.number, said });
+        }
     }
 
     /// Handles the server's answer to a `Refresh`.

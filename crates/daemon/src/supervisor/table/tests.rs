@@ -8,7 +8,7 @@ use burgeon_frontend::Slots;
 use serde_json::json;
 use testkit::Rng;
 
-use super::{MountEntry, MountRecord, Recording, Serving, Table, ToDo};
+use super::{HELPERS_MAX, MountEntry, MountRecord, Question, Recording, Serving, Table, ToDo};
 use crate::{
     id::MountId,
     ipc::{
@@ -97,6 +97,59 @@ fn an_answer_settles_its_own_refresh() {
     assert!(table.mounts[&id].refreshes[&first].as_ref().unwrap().is_err());
     assert!(table.mounts[&id].refreshes[&second].as_ref().unwrap().is_ok());
     assert!(matches!(table.mounts[&id].serving, Serving::Yes), "it is served all the while");
+}
+
+/// Has the table take a question for a helper; `None` if it refuses.
+fn ask_helper(table: &mut Table, number: u64) -> Option<Question> {
+    let (helper, registry) = ("pass".to_owned(), "r.example".to_owned());
+    match table.handle_message(FromServer::AskHelper { number, helper, registry })? {
+        ToDo::AskHelper { question, helper, registry } => {
+            assert_eq!((&*helper, &*registry), ("pass", "r.example"));
+            Some(question)
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The next answer of a helper that the server receives.
+fn helper_said(server: &UnixStream) -> (u64, Result<String, String>) {
+    loop {
+        match wire::receive::<ToServer>(server).unwrap().unwrap().0 {
+            ToServer::HelperSaid { number, said } => return (number, said),
+            ToServer::Attach { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_helper_answers_the_server_that_has_asked_and_no_other() {
+    let (mut table, server, _) = set_up(true);
+    let said = |password: &str| Ok(password.to_owned());
+    let [first, second] = [4, 5].map(|number| ask_helper(&mut table, number).unwrap());
+    table.helper_said(second, said("b"));
+    table.helper_said(first, said("a"));
+    assert_eq!([helper_said(&server), helper_said(&server)], [(5, said("b")), (4, said("a"))]);
+    // The next server counts from the beginning, and gets no answer of the last one's.
+    let late = ask_helper(&mut table, 1).unwrap();
+    let (link, next) = UnixStream::pair().unwrap();
+    table.connect(link, None, Understands::ALL);
+    let own = ask_helper(&mut table, 1).unwrap();
+    table.helper_said(late, said("of another registry"));
+    table.helper_said(own, said("c"));
+    assert_eq!(helper_said(&next), (1, said("c")));
+}
+
+#[test]
+fn helpers_that_run_at_once_are_bounded() {
+    let (mut table, server, _) = set_up(true);
+    let run: Vec<_> = (0..HELPERS_MAX as u64).map(|it| ask_helper(&mut table, it)).collect();
+    assert_eq!(ask_helper(&mut table, 100), None);
+    let (number, refusal) = helper_said(&server);
+    assert!(number == 100 && refusal.unwrap_err().contains("too many"));
+    table.helper_said(run[0].unwrap(), Ok(String::new()));
+    assert!(ask_helper(&mut table, 101).is_some());
+    assert_eq!(ask_helper(&mut table, 102), None);
 }
 
 #[test]
