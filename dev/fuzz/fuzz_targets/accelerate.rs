@@ -28,13 +28,16 @@ impl Memory {
 impl LocalFile for Memory {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let at = offset as usize;
-        buf.copy_from_slice(&self.0.lock().unwrap_or_else(PoisonError::into_inner)[at..][..buf.len()]);
+        buf.copy_from_slice(
+            &self.0.lock().unwrap_or_else(PoisonError::into_inner)[at..][..buf.len()],
+        );
         Ok(())
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
         let at = offset as usize;
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)[at..][..buf.len()].copy_from_slice(buf);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)[at..][..buf.len()]
+            .copy_from_slice(buf);
         Ok(())
     }
 
@@ -66,7 +69,7 @@ fuzz_target!(|input: &[u8]| {
 fn read_super(how: u8, input: &[u8]) {
     let layout = Layout::new(SIZE_MIN << (how >> 4)).expect("a layout");
     let mut bytes = Super::new([7; 16], layout).encode().bytes_mut().to_vec();
-    if how % 2 == 0 {
+    if how.is_multiple_of(2) {
         let len = input.len().min(bytes.len());
         bytes[..len].copy_from_slice(&input[..len]);
     } else {

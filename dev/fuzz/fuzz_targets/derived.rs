@@ -16,7 +16,9 @@ const ROWS_LEN: usize = 72;
 const ROWS_STORED: usize = 80;
 
 /// Layers, as they are stored; the rows of a sound table of them, and its windows.
-static BASE: LazyLock<([Vec<u8>; 3], Vec<u8>, Vec<u8>)> = LazyLock::new(|| {
+type Base = ([Vec<u8>; 3], Vec<u8>, Vec<u8>);
+
+static BASE: LazyLock<Base> = LazyLock::new(|| {
     let text: Vec<u8> = (0..2_500_000u32).map(|n| ((n / 3 % 251) ^ (n / 1000)) as u8).collect();
     let zstd = zstd::bulk::compress(&text[..50_000], 3).expect("memory");
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());

@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use burgeon_disks::{DriveReport, Observation, Record, Sectors, State};
+use burgeon_disks::{DiskRecord, DriveReport, Observation, Sectors, State};
 use burgeon_fuzz::edits;
 use libfuzzer_sys::fuzz_target;
 
@@ -31,7 +31,7 @@ fn observation(n: u64, drive: DriveReport) -> Observation {
 }
 
 /// Continues `record` by each report, and then checks that the state is one.
-fn follow(mut record: Record, reports: &[DriveReport]) {
+fn follow(mut record: DiskRecord, reports: &[DriveReport]) {
     for (n, report) in reports.iter().enumerate() {
         let (read, written) = (record.read_bytes, record.written_bytes);
         record.observe(&observation(n as u64 + 1, report.clone()));

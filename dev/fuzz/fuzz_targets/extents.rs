@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectId, Result};
 use burgeon_fuzz::edits;
 use burgeon_image::{
-    Content, ExtentMap, ExtentWriter, Mapping, Source,
+    Content, ExtentMap, ExtentSource, ExtentWriter, Mapping,
     extents::{LogFile, LogView},
 };
 use libfuzzer_sys::fuzz_target;
@@ -92,8 +92,11 @@ fn checksum(place: u64, bytes: &[u8]) -> [u8; 4] {
 
 fn mapping() -> Mapping {
     let object = ObjectId::new("computed/zeros").expect("a name");
-    let content =
-        |n: u64| Content { source: Source::Computed(object.clone()), offset: n * 4096, len: n + 1 };
+    let content = |n: u64| Content {
+        source: ExtentSource::Computed(object.clone()),
+        offset: n * 4096,
+        len: n + 1,
+    };
     Mapping { label: "a".into(), origin: "b".into(), extents: (0..5).map(content).collect() }
 }
 
@@ -129,12 +132,12 @@ fuzz_target!(|input: &[u8]| {
         }
     }
     let _ = (map.mappings(), map.images(), map.verify(), map.refresh());
-    if let Ok(mut writer) = ExtentWriter::over(logs) {
-        if let Ok(range) = writer.map(&mapping()) {
-            map.refresh().expect("what was read before");
-            if let Ok(extent) = map.find(range.start()) {
-                assert!(extent.range.contains(range.start()));
-            }
+    if let Ok(mut writer) = ExtentWriter::over(logs)
+        && let Ok(range) = writer.map(&mapping())
+    {
+        map.refresh().expect("what was read before");
+        if let Ok(extent) = map.find(range.start()) {
+            assert!(extent.range.contains(range.start()));
         }
     }
 });
