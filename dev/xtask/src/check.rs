@@ -8,12 +8,12 @@
 //!
 //! The tests of this host wait for disks, deaths and time limits; an emulated guest keeps one
 //! processor busy. So they run in two lanes, and the lane that ends first takes what is left of the
-//! other. A failed step does not stop the ones after it. A step whose tool is not installed is named as
+//! other. The fuzzers, which wait for nothing, share two lanes as well. A failed step does not stop the ones after it. A step whose tool is not installed is named as
 //! left out; it counts neither way. What hangs is killed, and what has not begun when the time is up
 //! fails: who waits for the summary waits for a bounded time.
 
 use std::{
-    fs, iter,
+    iter,
     path::Path,
     process::{Command, Stdio},
     sync::Mutex,
@@ -24,7 +24,9 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    budget, lab,
+    budget,
+    fuzz::{FUZZ, Fuzzers},
+    lab,
     made::{Made, TEST_DIR},
     outcome::{Errors, Outcome, Tally, watch},
     programs::QUICK,
@@ -41,9 +43,6 @@ const SILENCE: Duration = Duration::from_secs(720);
 
 /// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
 const SLOWEST: usize = 20;
-
-/// The crate of the fuzz targets.
-const FUZZ: &str = "dev/fuzz";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -253,22 +252,35 @@ impl<'a> Steps<'a> {
         let until = self.until;
         let budget = Run { name, command, errors: Errors::Along, is_check: true, until };
         // The longest first.
-        let queue = Mutex::new(lab.into_iter().chain([budget]));
+        let rest = lab.into_iter().chain([budget]);
+        self.in_two_lanes("all of these, in two lanes", Some(tests), rest)
+    }
+
+    /// Runs `first`, whose output is shown as it comes, and beside it one after another of `rest`; the
+    /// lane that ends first takes what is left. All together are `what`.
+    fn in_two_lanes(
+        &mut self,
+        what: &str,
+        first: Option<Run>,
+        rest: impl Iterator<Item = Run> + Send,
+    ) -> Result<()> {
+        let queue = Mutex::new(rest);
         let next = || queue.lock().ok()?.next();
+        let live = first.is_some();
         let started = Instant::now();
         let lanes = thread::scope(|scope| {
-            let first =
-                scope.spawn(|| run_lane(iter::once(tests).chain(iter::from_fn(next)), true));
+            let lane = first.into_iter().chain(iter::from_fn(next));
+            let first = scope.spawn(move || run_lane(lane, live));
             let second = scope.spawn(|| run_lane(iter::from_fn(next), false));
             [first, second].map(|lane| lane.join())
         });
         for lane in lanes {
-            let Ok(outcomes) = lane else { bail!("a lane of tests was lost") };
+            let Ok(outcomes) = lane else { bail!("a lane was lost: {what}") };
             for outcome in outcomes {
                 self.add(outcome?);
             }
         }
-        self.took("all of these, in two lanes", started);
+        self.took(what, started);
         Ok(())
     }
 
@@ -337,49 +349,31 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Every fuzz target, `seconds` each, from no corpus and with one seed: the same inputs in the
-    /// same order each time, more of them on a faster machine.
+    /// Every fuzz target, `seconds` each.
     fn fuzz(&mut self, seconds: u32) -> Result<()> {
-        if !works(&["+nightly", "fuzz", "--version"]) {
+        if !Fuzzers::are_installed() {
             self.left_out.push("fuzzing (needs a nightly toolchain and cargo-fuzz)".into());
             return Ok(());
         }
-        let fuzz = |verb| {
-            let mut command = cargo_by_rustup(&["+nightly", "fuzz", verb, "--fuzz-dir"]);
-            command.arg(self.root.join(FUZZ));
-            command
-        };
-        let list = fuzz("list").output().context("cargo fuzz list")?;
-        let targets = String::from_utf8_lossy(&list.stdout).into_owned();
-        if targets.trim().is_empty() {
+        let fuzzers = Fuzzers::new(self.root, &self.made.folder);
+        self.run("compiling the fuzz targets", fuzzers.build());
+        let targets = fuzzers.targets()?;
+        if targets.is_empty() {
             self.count("fuzz targets", false);
+            return Ok(());
         }
-        for target in targets.split_whitespace() {
-            if self.until.is_some_and(|until| until <= Instant::now()) {
-                self.count(&format!("fuzz {target} (no time left)"), false);
-                continue;
-            }
-            let folder = self.made.folder.join("fuzz").join(target);
-            let (corpus, temporary) = (folder.join("corpus"), folder.join("temporary"));
-            for folder in [&corpus, &temporary] {
-                fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
-            }
-            let mut command = fuzz("run");
-            command.arg(target).arg(&corpus).arg("--").args(fuzz_options(seconds));
-            command.arg(format!("-artifact_prefix={}/", folder.display()));
-            // Never in /tmp, which may be small.
-            command.env("TMPDIR", &temporary);
-            // As libFuzzer's own option, for the end of the process.
-            command.env("ASAN_OPTIONS", "detect_leaks=0");
-            let failed = self.failed.len();
-            self.run(&format!("fuzz {target}, {seconds} s"), command);
-            if self.failed.len() > failed {
-                show_inputs(target, &folder)?;
-            }
+        let (errors, until) = (Errors::Along, self.until);
+        let named = |target: &str| format!("fuzz {target}, {seconds} s");
+        let mut runs = Vec::new();
+        for target in &targets {
+            let (name, command) = (named(target), fuzzers.run(target, seconds)?);
+            runs.push(Run { name, command, errors, is_check: true, until });
         }
-        fs::remove_dir_all(self.made.folder.join("fuzz"))
-            .context("cannot remove the fuzzers' folder")?;
-        Ok(())
+        self.in_two_lanes("the fuzzers, in two lanes", None, runs.into_iter())?;
+        for target in targets.iter().filter(|target| self.failed.contains(&named(target))) {
+            fuzzers.show_inputs(target)?;
+        }
+        fuzzers.remove()
     }
 
     /// Prints where the time went: the parts in their order, the slowest test programs, and the
@@ -432,43 +426,6 @@ fn run_lane(runs: impl Iterator<Item = Run>, live: bool) -> Vec<Result<Outcome>>
     runs.enumerate().map(run).collect()
 }
 
-/// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
-fn fuzz_options(seconds: u32) -> [String; 8] {
-    [
-        format!("-max_total_time={seconds}"),
-        "-seed=1".into(),
-        // Of one input: a bomb is refused within 5 s; sanitizers and a busy machine take ten times
-        // that.
-        "-timeout=60".into(),
-        // Readers are bounded at 256 MiB for inputs of this length. The sanitizer takes as much
-        // again, and keeps 256 MiB of freed memory.
-        "-rss_limit_mb=1024".into(),
-        // Of one allocation: a window of zstd.
-        "-malloc_limit_mb=192".into(),
-        // Threads that are ending still hold memory; safe Rust has better ways to find leaks.
-        "-detect_leaks=0".into(),
-        // Inputs are lists of edits: many at once from the start.
-        "-len_control=0".into(),
-        "-max_len=600".into(),
-    ]
-}
-
-/// Prints the inputs that a fuzzer has left in `folder`, so that a log is enough to try them
-/// again.
-fn show_inputs(target: &str, folder: &Path) -> Result<()> {
-    let mut inputs: Vec<_> = fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
-    inputs.retain(|path| path.is_file());
-    inputs.sort();
-    for path in inputs {
-        let output = Command::new("base64").arg("--wrap=0").arg(&path).output();
-        let text = String::from_utf8(output.context("cannot run base64")?.stdout)?;
-        println!("{}; to try it again:", path.file_name().unwrap_or_default().display());
-        println!("  echo {text} | base64 -d > input");
-        println!("  cargo +nightly fuzz run --fuzz-dir {FUZZ} {target} input");
-    }
-    Ok(())
-}
-
 fn cargo(arguments: &[&str]) -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
@@ -477,7 +434,7 @@ fn cargo(arguments: &[&str]) -> Command {
 }
 
 /// Cargo as rustup's proxy, which knows `+nightly`; `cargo run` sets `CARGO` to one toolchain's.
-fn cargo_by_rustup(arguments: &[&str]) -> Command {
+pub(crate) fn cargo_by_rustup(arguments: &[&str]) -> Command {
     let mut command = Command::new("cargo");
     command.args(arguments);
     ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC"].iter().for_each(|name| {
@@ -486,7 +443,7 @@ fn cargo_by_rustup(arguments: &[&str]) -> Command {
     command
 }
 
-fn works(arguments: &[&str]) -> bool {
+pub(crate) fn works(arguments: &[&str]) -> bool {
     let mut command = cargo_by_rustup(arguments);
     command.stdout(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())

@@ -9,6 +9,7 @@ mod built;
 mod check;
 mod circles;
 mod files;
+mod fuzz;
 mod lab;
 mod made;
 mod outcome;
