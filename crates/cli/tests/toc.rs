@@ -326,6 +326,28 @@ fn a_rotten_block_of_the_cache_is_fetched_again() {
 }
 
 #[test]
+fn recorded_checksums_are_written_where_the_folder_of_images_was_made_anew() {
+    let space = Space::new("toc-anew");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = layered(&space.path("layout"), false);
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let source = chunked(&layout, &space.path("chunked"));
+    let read = || {
+        let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+        compare(&unpacked, mounted.path()).unwrap().assert_same();
+        burgeon.umount(mounted);
+        let images = fs::read_dir(burgeon.state().join("images")).unwrap().flatten();
+        let checksums = images.filter(|image| image.path().join("checksums").is_file()).count();
+        assert_eq!(checksums, 1);
+        burgeon.status()["opener_pid"].clone()
+    };
+    let first = read();
+    fs::remove_dir_all(burgeon.state().join("images")).unwrap();
+    // The sandbox of the first opener names the folder that was removed.
+    assert_ne!(read(), first);
+}
+
+#[test]
 fn a_layer_without_a_toc_is_read_and_the_others_are_not() {
     let space = Space::new("toc-mixed");
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -14,8 +14,9 @@
 //!
 //! Invariants: the opener opens only the files that the grants of a living mount name, or what lies
 //! beneath a folder that they name (`granted.rs`); it parses nothing else but a path or a number,
-//! writes no file, and has no network; it returns descriptors that are open for reading, of files, block devices and folders, and for
-//! writing, of `/dev/ublkcN` alone (`devices.rs`). A request of the server that meets a dead opener
+//! writes no file, and has no network; it returns descriptors that are open for reading, of files,
+//! block devices and folders, and for writing, of `/dev/ublkcN` (`devices.rs`) and of recorded
+//! checksums (`state/checksums.rs`) alone. A request of the server that meets a dead opener
 //! is sent to the next one (`client.rs`).
 
 mod client;
@@ -30,7 +31,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::ffi::OsStrExt,
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use burgeon_source::opening::Manner;
@@ -42,6 +43,8 @@ use rustix::{
     },
 };
 use serde::{Deserialize, Serialize};
+
+use crate::state::checksums::ChecksumPath;
 
 pub(crate) use self::client::Client;
 pub use self::process::open_files;
@@ -79,6 +82,8 @@ struct OpenRequest {
 #[derive(PartialEq, Eq, Clone, Debug)]
 enum OpenTarget {
     File(Manner, PathBuf),
+    /// Recorded checksums, for reading and writing.
+    Checksums(ChecksumPath),
     /// `/dev/ublkcN`, for reading and writing.
     UblkQueues(u32),
     /// No descriptor: an errno if somebody uses `/dev/ublkbN`.
@@ -98,6 +103,7 @@ impl OpenTarget {
                 };
                 (kind, path.as_os_str().as_bytes())
             }
+            Self::Checksums(path) => (6, path.as_path().as_os_str().as_bytes()),
             Self::UblkQueues(number) => {
                 device = number.to_le_bytes();
                 (4, &device[..])
@@ -127,6 +133,10 @@ impl OpenRequest {
             3 => file(Manner::Folder),
             4 => device().map(OpenTarget::UblkQueues),
             5 => device().map(OpenTarget::UblkUnused),
+            6 => {
+                let path = Path::new(std::ffi::OsStr::from_bytes(rest));
+                ChecksumPath::new(path).map(OpenTarget::Checksums)
+            }
             _ => None,
         };
         Some(Self { number: u64::from_le_bytes(*number), wanted: wanted? })
@@ -214,25 +224,28 @@ fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<Option<(&[u8], Opt
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
 
     use burgeon_source::opening::Manner;
 
-    use super::{OpenAnswer, OpenRequest, OpenTarget};
+    use super::{ChecksumPath, OpenAnswer, OpenRequest, OpenTarget};
 
     #[test]
     fn requests_and_answers_round_trip_and_others_are_refused() {
         let file = |manner| OpenTarget::File(manner, PathBuf::from("/a/b"));
         let manners = [Manner::Stored, Manner::Referred, Manner::Identified, Manner::Folder];
         let devices = [OpenTarget::UblkQueues(3), OpenTarget::UblkUnused(1 << 31)];
-        for wanted in manners.map(file).into_iter().chain(devices) {
+        let checksums = Path::new("writes/w/area/checksums");
+        let checksums = ChecksumPath::new(checksums).map(OpenTarget::Checksums);
+        for wanted in manners.map(file).into_iter().chain(checksums).chain(devices) {
             let bytes = wanted.encode(7);
             assert_eq!(OpenRequest::decode(&bytes), Some(OpenRequest { number: 7, wanted }));
         }
         let relative = OpenTarget::File(Manner::Stored, PathBuf::from("a/b")).encode(7);
         let unknown = [&[0; 8][..], &[9], b"/a"].concat();
+        let other = [&[0; 8][..], &[6], b"grants/0a1b2c3d"].concat();
         let long = [&OpenTarget::UblkQueues(3).encode(7)[..], b"/"].concat();
-        for bytes in [&relative[..], &unknown, &long, &[0; 8], b""] {
+        for bytes in [&relative[..], &unknown, &other, &long, &[0; 8], b""] {
             assert_eq!(OpenRequest::decode(bytes), None);
         }
         for process in [None, Some(1 << 20)] {

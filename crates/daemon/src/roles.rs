@@ -94,10 +94,16 @@ impl Reach {
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
-/// The folders of the state directory in which a server writes: the cache, recorded checksums, marks
-/// of damage, recorded reads, its socket. Not the grants of mounts, the store, or the records of what
-/// this host has built or checked, because others rely on these.
-pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 5] {
+/// The folders of the state directory in which a server writes: the cache, its socket and recorded
+/// reads. Nothing else, because others rely on it: they take the names of files from maps, and
+/// credentials and stores from records. The opener opens the checksums that it records.
+fn written_by_server(state: &StateDir) -> [PathBuf; 2] {
+    [state.cache(), state.run()]
+}
+
+/// The folders of the state directory that change while a server uses them. Another disk may be
+/// mounted on each.
+pub(crate) fn folders_of_server(state: &StateDir) -> [PathBuf; 5] {
     [state.images(), state.cache(), state.writes(), state.mounts(), state.run()]
 }
 
@@ -111,7 +117,7 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
     let read = [state.root().to_owned(), state.profiles(), state.store()];
     let sandbox = Sandbox::computing().network();
     let sandbox = sandbox.read_if_there(KERNEL_FILES.map(PathBuf::from));
-    let sandbox = sandbox.read_if_there(read);
+    let sandbox = sandbox.read_if_there(read.into_iter().chain(folders_of_server(state)));
     let written = written_by_server(state);
     let sandbox = written.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
     let sandbox = match harden::can_lock_without_capability() {
@@ -140,15 +146,23 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
     Ok(sandbox.user(own_root::USER))
 }
 
-/// It opens any file of this host for reading, at the server's request, and with ublk its devices,
-/// whose numbers are unknown now, for writing.
-pub(crate) fn opening(ublk: bool) -> Sandbox {
+/// It opens any file of this host for reading, at the server's request; the checksums that the server
+/// records, in folders of `state`, and with ublk its devices, whose numbers are unknown now, for
+/// writing.
+pub(crate) fn opening(state: &StateDir, ublk: bool) -> Sandbox {
     let sandbox = Sandbox::computing().read_everything();
+    let recorded = recorded_by_opener(state);
+    let sandbox = recorded.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
     let sandbox = if ublk { sandbox.device(Path::new("/dev")) } else { sandbox };
     match harden::can_lock_without_capability() {
         true => sandbox,
         false => sandbox.lock_memory(),
     }
+}
+
+/// The folders of the state directory with recorded checksums.
+pub(crate) fn recorded_by_opener(state: &StateDir) -> [PathBuf; 3] {
+    [state.images(), state.writes(), state.mounts()]
 }
 
 /// It makes the block devices and mounts of a supervisor, with rings for a mount over ublk.
@@ -244,8 +258,16 @@ pub const ROLES: &[Role] = &[
         process: "__read",
         sandbox: Some(|folder| Ok(Reach::within(folder, true).sandbox())),
     },
-    Role { name: "opening", process: "__open", sandbox: Some(|_| Ok(opening(false))) },
-    Role { name: "opening-ublk", process: "__open", sandbox: Some(|_| Ok(opening(true))) },
+    Role {
+        name: "opening",
+        process: "__open",
+        sandbox: Some(|folder| Ok(opening(&StateDir::open(folder)?, false))),
+    },
+    Role {
+        name: "opening-ublk",
+        process: "__open",
+        sandbox: Some(|folder| Ok(opening(&StateDir::open(folder)?, true))),
+    },
     Role { name: "keeping", process: "__accelerate-keep", sandbox: None },
     Role { name: "accelerating", process: "__accelerate-serve", sandbox: None },
     Role { name: "looping", process: "__accelerate-loop", sandbox: None },

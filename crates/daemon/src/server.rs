@@ -102,7 +102,7 @@ struct Serving {
     state: StateDir,
     io: ServingIo,
     /// The folders that it may write to, with device and inode of each.
-    written: Vec<(PathBuf, Option<Identity>)>,
+    folders: Vec<(PathBuf, Option<Identity>)>,
     /// Held for life: it tells `doctor` that there is a server.
     _lock: Lock,
     runtime: Runtime,
@@ -165,9 +165,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     let state = StateDir::open(state_dir)?;
     let io = ServingIo::of_this_kernel();
     let driver = driver(io);
-    let written = roles::written_by_server(&state);
-    let written: Vec<_> =
-        written.into_iter().map(|folder| (folder.clone(), identity(&folder))).collect();
+    let folders = roles::folders_of_server(&state);
+    let folders: Vec<_> =
+        folders.into_iter().map(|folder| (folder.clone(), identity(&folder))).collect();
     if !roles::serving(&state, io)?.enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
@@ -188,7 +188,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         io,
         options,
         runtime,
-        written,
+        folders,
         _lock: the_only_server(&state)?,
         cache: cache::open(&state)?,
         reads: Mutex::default(),
@@ -380,14 +380,14 @@ impl Serving {
             Some(seen) => *seen,
             None => identity(folder),
         };
-        let mut written = self.written.iter().enumerate();
+        let mut known = self.folders.iter().enumerate();
         let is_another = |(place, (folder, known)): &(usize, &(PathBuf, Option<Identity>))| {
             let now = now(*place, folder);
             now.is_some() && now != *known
         };
-        if let Some((_, (folder, _))) = written.find(is_another) {
+        if let Some((_, (folder, _))) = known.find(is_another) {
             let folder = folder.display();
-            tracing::warn!(%folder, "ending: the folder was made anew, and only a new server can write to it");
+            tracing::warn!(%folder, "ending: the folder was made anew, and only a new server sees it");
             std::process::exit(1);
         }
     }

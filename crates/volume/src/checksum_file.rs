@@ -28,7 +28,14 @@ impl ChecksumFile {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = open_own(path, &mut options, CAREFUL).map_err(failed)?;
-        file.set_len(len).map_err(failed)?;
+        Self::over(file, path, len)
+    }
+
+    /// The same over `file`, which another process has opened at `path`.
+    pub fn over(file: File, path: &Path, len: u64) -> Result<Self> {
+        file.set_len(len).map_err(|error| {
+            Error::io(format!("cannot set the length of {}", path.display()), error)
+        })?;
         Ok(Self { file, path: path.to_owned(), len })
     }
 

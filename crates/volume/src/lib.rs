@@ -45,7 +45,7 @@ mod verify;
 mod volume;
 mod waits;
 
-pub use area::{AreaStatus, OpenImage, VirtualArea};
+pub use area::{AreaStatus, OpenChecksums, OpenImage, VirtualArea};
 pub use background::{
     Fill, FillProgress, FillState, PrefetchedBytes, ProfilePrefetch, ProfileProgress, ProfileState,
 };

@@ -15,7 +15,9 @@ use burgeon_block::{
 };
 use burgeon_cache::testing::MemoryStore;
 use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
-use burgeon_volume::{ChecksumFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
+use burgeon_volume::{
+    ChecksumFile, LazyDevice, Limits, OpenChecksums, OpenImage, VirtualArea, Volume,
+};
 use bytes::Bytes;
 use common::{Fault, Image, image, public};
 
@@ -110,6 +112,12 @@ fn setup() -> Setup {
     Setup { dir, image, world, writer, device, counters }
 }
 
+/// Opens the checksums that an area has recorded in `dir`.
+fn checksums(dir: &tempfile::TempDir) -> OpenChecksums<ChecksumFile> {
+    let path = dir.path().join("checksums");
+    Box::new(move |len| ChecksumFile::open(&path, len))
+}
+
 /// The start of a server.
 fn device(
     dir: &tempfile::TempDir,
@@ -125,7 +133,7 @@ fn device(
         digest if *digest == Digest::of(b"the image") => Ok(Arc::clone(&mapped)),
         digest => Err(Error::new(ErrorKind::NotFound, format!("there is no image {digest}"))),
     });
-    let area = VirtualArea::open(dir.path(), SIZE, world.clone(), open, limits);
+    let area = VirtualArea::open(dir.path(), SIZE, world.clone(), open, checksums(dir), limits);
     LazyDevice::new(volume, Arc::clone(counters), AREA_START + SIZE, Vec::new())
         .unwrap()
         .with_area(AREA_START, area)
@@ -302,7 +310,8 @@ async fn an_image_whose_source_failed_is_found_anew_when_something_is_mapped() {
         let cache = public(&MemoryStore::new(1 << 20));
         Ok(Volume::new(Arc::clone(&map), world.clone(), cache, Limits::default()))
     });
-    let area = VirtualArea::open(dir.path(), SIZE, setup.world.clone(), open, Limits::default());
+    let (world, limits) = (setup.world.clone(), Limits::default());
+    let area = VirtualArea::open(dir.path(), SIZE, world, open, checksums(&dir), limits);
     let mut pages = Pages::zeroed(4096).unwrap();
     let block = ByteRange::at(0, 4096).unwrap();
     setup.world.0.packs.fail_always(Fault::NotFound);
@@ -335,7 +344,8 @@ async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     let other = tempfile::tempdir().unwrap();
     ExtentWriter::create(other.path(), SIZE / 2).unwrap();
     let open: OpenImage<World, ChecksumFile> = Box::new(|_| unreachable!("nothing is mapped"));
-    let area = VirtualArea::open(other.path(), SIZE, setup.world.clone(), open, Limits::default());
+    let (world, limits) = (setup.world.clone(), Limits::default());
+    let area = VirtualArea::open(other.path(), SIZE, world, open, checksums(&other), limits);
     assert_eq!(area.size(), SIZE);
     assert!(area.status().problem.unwrap().contains("this area has"));
     std::fs::rename(&away, &here).unwrap();

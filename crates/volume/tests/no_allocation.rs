@@ -11,7 +11,7 @@ use std::sync::Arc;
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
 use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
 use burgeon_image::{Content, ExtentSource, ExtentWriter, Mapping};
-use burgeon_volume::{CacheAccess, LazyDevice, Limits, VirtualArea};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, VirtualArea};
 use common::{DATA_START, Image, Setup, image, image_without_checksums};
 
 #[global_allocator]
@@ -84,7 +84,10 @@ fn a_hit_of_a_mapped_image_allocates_nothing() {
     let volume = Arc::clone(&setup.volume);
     let open = Box::new(move |_: &Digest| Ok(Arc::clone(&volume)));
     let source = setup.source.clone();
-    let area = VirtualArea::open(setup.dir.path(), 1 << 40, source, open, Limits::default());
+    let checksums = setup.dir.path().join("checksums");
+    let checksums = Box::new(move |len| ChecksumFile::open(&checksums, len));
+    let (dir, limits) = (setup.dir.path(), Limits::default());
+    let area = VirtualArea::open(dir, 1 << 40, source, open, checksums, limits);
     let device =
         LazyDevice::new(setup.volume.clone(), setup.counters.clone(), 1 << 42, Vec::new()).unwrap();
     let device = device.with_area(1 << 41, area).unwrap();

@@ -187,7 +187,13 @@ pub(crate) enum FromServer {
         error: Option<Failure>,
     },
     /// The kernel has closed the mount's FUSE file.
-    Ended { id: MountId },
+    Ended {
+        id: MountId,
+        /// The image's map is damaged; missing from servers of earlier versions, which mark its
+        /// folder themselves.
+        #[serde(default)]
+        is_damaged: bool,
+    },
     /// The answer to a `Report`.
     Report {
         mounts: Vec<MountReport>,

@@ -19,6 +19,7 @@ use super::{
     ANSWER_MAX, HEAD_LEN, NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenTarget, REQUEST_MAX, receive,
     send,
 };
+use crate::state::checksums::ChecksumPath;
 
 /// Requests that wait for the opener at a time.
 pub(super) const AT_ONCE: usize = 32;
@@ -103,6 +104,12 @@ impl Client {
         })
     }
 
+    /// Opens recorded checksums, for reading and writing. `InvalidData` if something else has their
+    /// name.
+    pub(crate) async fn open_checksums(&self, path: &ChecksumPath) -> io::Result<File> {
+        within(PATIENCE, self.ask(OpenTarget::Checksums(path.clone()))).await?.file()
+    }
+
     /// Opens `/dev/ublkcN`, for reading and writing. Also returns the process that has opened it.
     pub(crate) async fn open_ublk(&self, number: u32) -> io::Result<(File, u32)> {
         let opened = within(DEVICE_PATIENCE, self.ask(OpenTarget::UblkQueues(number))).await?;
@@ -137,6 +144,7 @@ impl Client {
                             0 => Ok(Opened { file: fd.map(File::from), process: answer.process }),
                             NOT_A_FILE => Err(not_a_file(match wanted {
                                 OpenTarget::File(manner, _) => manner,
+                                OpenTarget::Checksums(_) => return Err(odd()),
                                 _ => Manner::Referred,
                             })),
                             NOT_GRANTED => Err(not_granted()),
@@ -183,6 +191,11 @@ impl Client {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn odd() -> io::Error {
+    let what = "it is no regular file: remove it; the next mount makes it again";
+    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 async fn within<T>(

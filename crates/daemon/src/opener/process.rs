@@ -11,7 +11,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    path::Path,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
@@ -25,7 +25,16 @@ use super::{
     NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenRequest, OpenTarget, REQUEST_MAX, ToOpener, devices,
     granted::Granted, receive, send,
 };
-use crate::{host::harden, ipc::wire, log, roles, state::paths::StateDir, transport};
+use crate::{
+    host::{
+        harden,
+        system::{Identity, identity},
+    },
+    ipc::wire,
+    log, roles,
+    state::paths::StateDir,
+    transport,
+};
 
 /// Threads of a line. The server waits for half as many requests at a time, so the others hang: a
 /// new process is needed.
@@ -53,7 +62,10 @@ fn begin(state: &StateDir) -> Result<()> {
     let control = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(failed)?;
     let control = Arc::new(UnixStream::from(control));
     let has_ublk = transport::uses_ublk();
-    roles::opening(has_ublk).enter()?;
+    let folders = roles::recorded_by_opener(state);
+    let folders = folders.map(|folder| (identity(&folder), folder));
+    roles::opening(state, has_ublk).enter()?;
+    let recorded = Arc::new(Recorded { state: state.clone(), folders });
     let lines = Arc::new(Lines::default());
     let granted = Arc::new(Granted::new(state.grants()));
     while let Some((message, mut fds)) = wire::receive::<ToOpener>(&control)? {
@@ -64,7 +76,8 @@ fn begin(state: &StateDir) -> Result<()> {
             *lines.open() += 1;
             let (lines, control) = (Arc::clone(&lines), Arc::clone(&control));
             let (workers, granted) = (Mutex::default(), Arc::clone(&granted));
-            Line { socket, workers, lines, control, granted, has_ublk }.begin();
+            let recorded = Arc::clone(&recorded);
+            Line { socket, workers, lines, control, granted, recorded, has_ublk }.begin();
         }
     }
     // The supervisor has died, and a server may go on without it.
@@ -88,6 +101,23 @@ impl Lines {
     }
 }
 
+/// The files of recorded checksums.
+struct Recorded {
+    state: StateDir,
+    /// The folders of the state directory that this process may write to.
+    folders: [(Option<Identity>, PathBuf); 3],
+}
+
+impl Recorded {
+    /// True if one of the folders was made anew: only another process may write to it.
+    fn is_elsewhere(&self) -> bool {
+        self.folders.iter().any(|(known, folder)| {
+            let now = identity(folder);
+            now.is_some() && now != *known
+        })
+    }
+}
+
 /// The socket to a server.
 struct Line {
     socket: OwnedFd,
@@ -95,6 +125,7 @@ struct Line {
     lines: Arc<Lines>,
     control: Arc<UnixStream>,
     granted: Arc<Granted>,
+    recorded: Arc<Recorded>,
     /// This process may open devices of ublk.
     has_ublk: bool,
 }
@@ -178,6 +209,10 @@ impl Line {
     fn answer(&self, request: &OpenRequest) -> io::Result<()> {
         let opened = match &request.wanted {
             OpenTarget::File(manner, path) => self.granted.open(path, *manner).map(Some),
+            OpenTarget::Checksums(_) if self.recorded.is_elsewhere() => {
+                self.give_up("a folder with checksums was made anew");
+            }
+            OpenTarget::Checksums(path) => path.open(&self.recorded.state).map(Some),
             OpenTarget::UblkQueues(_) | OpenTarget::UblkUnused(_)
                 if !self.has_ublk && transport::uses_ublk() =>
             {
@@ -205,7 +240,7 @@ impl Line {
         };
         let process = match request.wanted {
             OpenTarget::UblkQueues(_) => Some(std::process::id()),
-            OpenTarget::File(..) | OpenTarget::UblkUnused(_) => None,
+            OpenTarget::File(..) | OpenTarget::Checksums(_) | OpenTarget::UblkUnused(_) => None,
         };
         let answer = OpenAnswer { number: request.number, errno, process };
         let fd = opened.as_ref().ok().and_then(Option::as_ref).map(AsFd::as_fd);

@@ -181,7 +181,7 @@ impl Serving {
         let recording = device.finish_recording();
         let words = recording.reads.iter().flat_map(|range| [range.start(), range.end()]);
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
-        let path = self.state.mount(id).join("reads");
+        let path = self.state.recorded_reads(id);
         std::fs::write(&path, bytes)
             .map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
         Ok(recording.cut_short)

@@ -1,7 +1,6 @@
 //! The host's cache, which all volumes of this server share, and the orders of users about it.
 
 use std::{
-    fs,
     sync::{
         Arc, MutexGuard,
         atomic::{AtomicBool, Ordering},
@@ -22,7 +21,7 @@ use crate::{
         link::{CacheOrder, FromServer},
         protocol::{CacheAnswer, HostCache, ReadBytes},
     },
-    state::{cache::Bounds, files, paths::StateDir},
+    state::{cache::Bounds, paths::StateDir},
 };
 
 /// Opens the cache of this host. Settings that cannot be read are no reason to serve nothing.
@@ -31,22 +30,12 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
         tracing::error!(%error, "the cache has its default settings");
         Bounds::default()
     });
-    remove_earlier(state);
     let settings = bounds.settings();
     // Of a disk that cannot be looked at, the cache says so itself.
     let size = rustix::fs::statvfs(state.cache()).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
     let limit = settings.limit.map_or(size, |limit| limit.of(size));
     let policy = Forecast::new(limit, std::process::id().into());
     Ok(Arc::new(Cache::open(&state.cache(), settings, Box::new(policy))?))
-}
-
-/// Removes the caches that earlier versions had for each image: they would keep this one small.
-fn remove_earlier(state: &StateDir) {
-    for folder in fs::read_dir(state.images()).into_iter().flatten().flatten() {
-        if let Err(error) = files::remove_file(&folder.path().join("cache")) {
-            tracing::warn!(%error, "the cache of an earlier version stays");
-        }
-    }
 }
 
 /// The domain of trust of an image that is read from `store` with `access`, with layers at

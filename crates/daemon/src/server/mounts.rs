@@ -31,7 +31,6 @@ use crate::{
     state::{
         access, files,
         pins::Pins,
-        prepared::doubt,
         record::{Attach, Transport},
     },
 };
@@ -279,14 +278,13 @@ impl Serving {
             return;
         }
         tracing::info!(mount = %id, ?end, "the mount is over");
+        let mut is_damaged = false;
         if let Some(mount) = mount {
             if let Some(fill) = &mount.fill {
                 fill.stop();
             }
-            let Mount { server, fuse, volume, device, attach, .. } = mount;
-            if volume.status().is_map_damaged {
-                doubt(&attach.seed);
-            }
+            let Mount { server, fuse, volume, device, .. } = mount;
+            is_damaged = volume.status().is_map_damaged;
             drop(server);
             drop(device);
             drop(fuse);
@@ -294,7 +292,7 @@ impl Serving {
         }
         drop(refused);
         self.volumes.sweep();
-        self.tell(&FromServer::Ended { id });
+        self.tell(&FromServer::Ended { id, is_damaged });
         let orphaned = lock(&self.link).is_none();
         if orphaned && self.is_idle() {
             let _ = files::remove_file(&self.state.run().join("adopt.sock"));

@@ -29,7 +29,13 @@ use super::{Serving, SharedCounters, lock};
 use crate::{
     id::MountId,
     ipc::link::Warm,
-    state::{access, files, images, prepared::read_info, record::Attach},
+    state::{
+        access,
+        checksums::{CHECKSUMS, ChecksumPath},
+        images,
+        prepared::read_info,
+        record::Attach,
+    },
 };
 
 pub(super) type ImageVolume = Volume<Objects, ChecksumFile>;
@@ -122,15 +128,26 @@ impl Serving {
         let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
             true => {
-                let checksums = origin.cache.with_file_name("checksums");
-                files::make_way(&checksums)?;
                 let len = map.data_range().len() / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
-                let checksums = ChecksumFile::open(&checksums, len)?;
+                let checksums = self.checksums(&origin.cache.with_file_name(CHECKSUMS), len)?;
                 Volume::without_checksums(map, objects, cache, checksums, limits)
             }
         };
         *opened = Arc::downgrade(&volume);
         Ok(volume)
+    }
+
+    /// The file of recorded checksums at `path`, of `len` bytes. The opener opens it, because this
+    /// process may not write to its folder.
+    fn checksums(&self, path: &Path, len: u64) -> Result<ChecksumFile> {
+        let below = path.strip_prefix(self.state.root()).ok().and_then(ChecksumPath::new);
+        let below = below.ok_or_else(|| {
+            let what = format!("{} is no file of recorded checksums", path.display());
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        let file = self.runtime.block_on(self.opener.open_checksums(&below));
+        let file = file.map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
+        ChecksumFile::over(file, path, len)
     }
 
     /// The block device that the kernel sees: this mount's superblocks over the shared volume, and
@@ -181,9 +198,15 @@ impl Serving {
         let (serving, id, area) = (Arc::downgrade(self), attach.id, folder.to_owned());
         let open = move |digest: &Digest| match serving.upgrade() {
             Some(serving) => serving.mapped_image(id, &area, digest),
-            None => Err(Error::new(ErrorKind::Unavailable, "the server is ending")),
+            None => Err(ending()),
         };
-        let area = VirtualArea::open(folder, size, objects, Box::new(open), self.limits.clone());
+        let (serving, path) = (Arc::downgrade(self), folder.join(CHECKSUMS));
+        let checksums = move |len| match serving.upgrade() {
+            Some(serving) => serving.checksums(&path, len),
+            None => Err(ending()),
+        };
+        let (open, checksums, limits) = (Box::new(open), Box::new(checksums), self.limits.clone());
+        let area = VirtualArea::open(folder, size, objects, open, checksums, limits);
         if let Some(problem) = area.status().problem {
             tracing::error!(mount = %id, error = %problem, "cannot serve content that is mapped into the mount");
         }
@@ -194,7 +217,6 @@ impl Serving {
     fn mapped_image(&self, id: MountId, area: &Path, digest: &Digest) -> Result<Arc<ImageVolume>> {
         let image = images::find(&self.state, area, digest)?;
         let folder = self.state.image(digest);
-        files::make_folder(&folder)?;
         // Read now: since the mount, images with further credentials may have been mapped.
         let access = access::kept(&self.state.mount(id))?.for_location(&image.store);
         let own = image.store.folder() == Some(&*self.state.store());
@@ -207,6 +229,10 @@ impl Serving {
         }
         Ok(volume)
     }
+}
+
+fn ending() -> Error {
+    Error::new(ErrorKind::Unavailable, "the server is ending")
 }
 
 /// An image that names files of this host, or layers elsewhere, is trusted only if this host's own

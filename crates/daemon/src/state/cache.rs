@@ -8,7 +8,7 @@
 //! Invariant: what a user has changed wins over the configuration, and that over the defaults
 //! (`tests::changed_bounds_win_over_configured_ones`).
 
-use std::{path::Path, sync::OnceLock};
+use std::{fs, path::Path, sync::OnceLock};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_cache::{Amount, Settings};
@@ -115,6 +115,16 @@ impl Bounds {
     pub(crate) fn settings(&self) -> Settings {
         let (limit, keep_free) = self.amounts();
         Settings { limit, keep_free, ..Settings::default() }
+    }
+}
+
+/// Removes the caches that earlier versions had for each image: they would keep the host's small.
+/// Not done by the server, which may not write to the folders of images.
+pub(crate) fn remove_earlier(state: &StateDir) {
+    for folder in fs::read_dir(state.images()).into_iter().flatten().flatten() {
+        if let Err(error) = files::remove_file(&folder.path().join("cache")) {
+            tracing::warn!(%error, "the cache of an earlier version stays");
+        }
     }
 }
 

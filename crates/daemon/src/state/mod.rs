@@ -9,6 +9,7 @@ pub(crate) mod access;
 pub(crate) mod attributes;
 pub(crate) mod built;
 pub(crate) mod cache;
+pub(crate) mod checksums;
 pub(crate) mod directory_identity;
 pub(crate) mod files;
 pub(crate) mod gc;

@@ -15,7 +15,7 @@
 //!   mounts/<id>/               mount.json, seed, sprout, plain         one running mount
 //!   grants/<id>                what may be opened for it; not the server's to write
 //!   totals                     lifetime totals of all mounts, for metrics
-//!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
+//!   run/                       lock, api.sock, adopt.sock, daemon.log, reads-<id>  gone with the daemon
 //! ```
 //!
 //! Only its owner can enter the directory, because it holds the contents of all users' files. A
@@ -187,6 +187,11 @@ impl StateDir {
         self.root.join("cache")
     }
 
+    /// The reads of a mount that a server has recorded, for the supervisor.
+    pub(crate) fn recorded_reads(&self, id: MountId) -> PathBuf {
+        self.run().join(format!("reads-{id}"))
+    }
+
     /// The settings of that cache.
     pub(crate) fn cache_settings(&self) -> PathBuf {
         self.root.join("cache.json")
@@ -294,7 +299,7 @@ impl StateDir {
 }
 
 /// Makes a directory and its parents; only the owner can enter the last one.
-fn make_private(path: &Path) -> Result<()> {
+pub(crate) fn make_private(path: &Path) -> Result<()> {
     let failed = |e| Error::io(format!("cannot make the directory {}", path.display()), e);
     if path.is_dir() {
         return Ok(());

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Record ────► server: records
-//!   Recorded ──► server: `reads` in the mount's folder ──► client
+//!   Recorded ──► server: `run/reads-<id>` ──► client
 //! ```
 //! The notes of a server that dies are lost: then recording has failed. One client records a mount
 //! at a time, and recording ends with its connection.
@@ -32,7 +32,11 @@ impl Supervisor {
             Recording::Done(cut_short) => cut_short,
             other => return Err(failed(other)),
         };
-        let path = self.state.mount(id).join("reads");
+        let mut path = self.state.recorded_reads(id);
+        if !path.exists() {
+            // Of a server of an earlier version.
+            path = self.state.mount(id).join("reads");
+        }
         let file = crate::state::files::open(&path, File::options().read(true));
         let file = file.map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
         crate::state::files::remove_file(&path)?;

@@ -29,6 +29,7 @@ use crate::{
     state::{
         files, grants,
         paths::StateDir,
+        prepared::doubt,
         record::{MountRecord, WritesState},
         recycled_seed,
     },
@@ -43,6 +44,15 @@ const LOOPS_PAUSE_MIN: Duration = Duration::from_millis(2);
 const LOOPS_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 impl Supervisor {
+    /// The server has found the map of the mount's image damaged: the next mount checks it. A
+    /// server marks no image itself, because it may not write to an image's folder.
+    pub(super) fn doubt(&self, id: MountId) {
+        let seed = self.table().mounts.get(&id).map(|entry| entry.record.attach.seed.clone());
+        if let Some(seed) = seed {
+            doubt(&seed);
+        }
+    }
+
     /// The kernel has closed the FUSE file of `id`: removes the mount's resources.
     pub(super) fn release(&self, id: MountId) {
         let record = {
@@ -75,7 +85,9 @@ impl Supervisor {
         grants::revoke(&self.state, id);
         forget(&self.state, id, &record.loops);
         recycled_seed::keep(&self.state, &record);
-        if let Err(e) = files::remove_folder(&self.state.mount(id)) {
+        if let Err(e) = files::remove_folder(&self.state.mount(id))
+            .and_then(|()| files::remove_file(&self.state.recorded_reads(id)))
+        {
             tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
         }
         recycled_seed::refill(&self.state);

@@ -33,7 +33,7 @@ use crate::{
         wire,
     },
     roles,
-    state::{files::Lock, paths::StateDir, record::Attach},
+    state::{cache::remove_earlier, files::Lock, paths::StateDir, record::Attach},
 };
 
 /// A server that lived this long was healthy: its successor is started at once.
@@ -102,15 +102,16 @@ impl Supervisor {
 
     fn spawn(&self) -> Result<Running> {
         let failed = |e| Error::io("cannot start the serving process", e);
+        remove_earlier(&self.state);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let child = program::start("__serve", self.state.root(), theirs).map_err(failed)?;
         let understands = Understands::ALL;
         Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), understands })
     }
 
-    /// The folders that a server writes to, as the host sees them now.
+    /// The folders that a server uses, as the host sees them now.
     pub(super) fn folders_of_server(&self) -> Vec<Option<Identity>> {
-        roles::written_by_server(&self.state).iter().map(|folder| identity(folder)).collect()
+        roles::folders_of_server(&self.state).iter().map(|folder| identity(folder)).collect()
     }
 
     /// Sends the server every mount, then handles its messages until it dies.
@@ -157,10 +158,15 @@ impl Supervisor {
         let to_do = self.table().handle_message(message);
         match to_do {
             Some(ToDo::Mend(id)) => self.mend_if_needed(id),
-            Some(ToDo::Release(id)) => {
+            Some(ToDo::Release { id, is_damaged }) => {
                 // Removing the mount's folder may wait for a disk; the server's messages must not.
                 let supervisor = Arc::clone(self);
-                thread::spawn(move || supervisor.release(id));
+                thread::spawn(move || {
+                    if is_damaged {
+                        supervisor.doubt(id);
+                    }
+                    supervisor.release(id);
+                });
             }
             Some(ToDo::AskHelper { question, helper, registry }) => {
                 let supervisor = Arc::clone(self);

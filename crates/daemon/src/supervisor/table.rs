@@ -131,7 +131,7 @@ pub(crate) enum ToDo {
     /// Repair the mount's files, if that is what it lacks.
     Mend(MountId),
     /// The kernel has closed the mount: clean up after it.
-    Release(MountId),
+    Release { id: MountId, is_damaged: bool },
     /// Run a credential helper, and hand its output to [`Table::helper_said`].
     AskHelper { question: Question, helper: String, registry: String },
 }
@@ -347,7 +347,9 @@ impl Table {
                     };
                 }
             }
-            FromServer::Ended { id } => return Some(ToDo::Release(id)),
+            FromServer::Ended { id, is_damaged } => {
+                return Some(ToDo::Release { id, is_damaged });
+            }
             FromServer::Report { mounts, cache } => {
                 self.cache = cache;
                 self.reports = mounts.into_iter().map(|report| (report.id, report)).collect();

@@ -40,7 +40,7 @@ use tokio::time::Instant;
 
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
-    ChecksumFile, Limits, Volume,
+    Limits, Volume,
     fetch::{FetchEngine, in_flight::Bill, read_object, retry::Question},
     pool::Pool,
     recorded::{RECORDED_CHECKSUM_LEN, RecordedChecksums},
@@ -49,6 +49,9 @@ use crate::{
 
 /// Finds the volume of the image with this manifest; it may wait for a disk.
 pub type OpenImage<S, F> = Box<dyn Fn(&Digest) -> Result<Arc<Volume<S, F>>> + Send + Sync>;
+
+/// Opens the checksums of mapped files, of this length in bytes.
+pub type OpenChecksums<F> = Box<dyn Fn(u64) -> Result<F> + Send + Sync>;
 
 /// Ranges of the lazy addresses of images.
 pub(crate) type Ranges<S, F> = Vec<(Arc<Volume<S, F>>, ByteRange)>;
@@ -108,24 +111,24 @@ impl<S, F, L> std::fmt::Debug for VirtualArea<S, F, L> {
     }
 }
 
-impl<S: BlockSource + 'static> VirtualArea<S, ChecksumFile> {
-    /// Opens the area of `size` bytes whose map lies in `folder`; the checksums of mapped files
-    /// are kept there, too. Mapped images are found with `open_image` when they are first read. A
-    /// map that cannot be used is no error here: it is one of each read
+impl<S: BlockSource + 'static, F: LocalFile + 'static> VirtualArea<S, F> {
+    /// Opens the area of `size` bytes whose map lies in `folder`. The checksums of mapped files are
+    /// opened by `open_checksums`; mapped images are found with `open_image` when they are first
+    /// read. A map that cannot be used is no error here: it is one of each read
     /// ([`AreaStatus::problem`]).
     pub fn open(
         folder: &Path,
         size: u64,
         source: S,
-        open_image: OpenImage<S, ChecksumFile>,
+        open_image: OpenImage<S, F>,
+        open_checksums: OpenChecksums<F>,
         limits: Limits,
     ) -> Arc<Self> {
         let folder = folder.to_owned();
         let open = move || {
             let map = ExtentMap::open(&folder)?;
             // Sparse: 8 bytes for a block that was read.
-            let checksums = folder.join("checksums");
-            let recorded = ChecksumFile::open(&checksums, CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
+            let recorded = open_checksums(CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
             Ok(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));

@@ -217,7 +217,8 @@ fn recording_ends_with_its_result_or_its_error() {
 fn the_end_of_a_mount_and_reports_leave_the_mounts_alone() {
     let (mut table, server, id) = set_up(true);
     told(&server);
-    assert_eq!(table.handle_message(FromServer::Ended { id }), Some(ToDo::Release(id)));
+    let ended = table.handle_message(FromServer::Ended { id, is_damaged: true });
+    assert_eq!(ended, Some(ToDo::Release { id, is_damaged: true }));
     let report = json!({
         "message": "report",
         "mounts": [{
