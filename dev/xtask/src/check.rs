@@ -15,7 +15,7 @@
 use std::{
     iter,
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
     sync::Mutex,
     thread,
     time::{Duration, Instant},
@@ -25,6 +25,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     budget,
+    cargo::{cargo, works},
     fuzz::{FUZZ, Fuzzers},
     lab,
     made::{Made, TEST_DIR},
@@ -424,29 +425,6 @@ fn run_lane(runs: impl Iterator<Item = Run>, live: bool) -> Vec<Result<Outcome>>
         run.watch(live && place == 0)
     };
     runs.enumerate().map(run).collect()
-}
-
-fn cargo(arguments: &[&str]) -> Command {
-    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(program);
-    command.args(arguments);
-    command
-}
-
-/// Cargo as rustup's proxy, which knows `+nightly`; `cargo run` sets `CARGO` to one toolchain's.
-pub(crate) fn cargo_by_rustup(arguments: &[&str]) -> Command {
-    let mut command = Command::new("cargo");
-    command.args(arguments);
-    ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC"].iter().for_each(|name| {
-        command.env_remove(name);
-    });
-    command
-}
-
-pub(crate) fn works(arguments: &[&str]) -> bool {
-    let mut command = cargo_by_rustup(arguments);
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
 }
 
 fn is_root() -> bool {

@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-use crate::check::{cargo_by_rustup, works};
+use crate::cargo::{cargo_by_rustup, works};
 
 /// The crate of the fuzz targets.
 pub(crate) const FUZZ: &str = "dev/fuzz";

@@ -6,6 +6,7 @@
 mod bench;
 mod budget;
 mod built;
+mod cargo;
 mod check;
 mod circles;
 mod files;
