@@ -1,6 +1,10 @@
 //! Checks the requirements on this machine: kernel, file systems, devices, privileges, and space.
 
-use std::{fs, path::Path};
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    path::Path,
+};
 
 use burgeon_frontend::ublk::Control;
 use rustix::{
@@ -27,8 +31,17 @@ const FREE_MIN: u64 = 1 << 30;
 
 /// The rule of udev without which systemd takes the devices of writes for unplugged.
 const RULE: &str = "65-burgeon.rules";
-const RULE_FOLDERS: [&str; 4] =
-    ["etc/udev/rules.d", "run/udev/rules.d", "usr/lib/udev/rules.d", "lib/udev/rules.d"];
+/// In the order of precedence: the first file of that name hides the others.
+const RULE_FOLDERS: [&str; 5] = [
+    "etc/udev/rules.d",
+    "run/udev/rules.d",
+    "usr/local/lib/udev/rules.d",
+    "usr/lib/udev/rules.d",
+    "lib/udev/rules.d",
+];
+
+/// A rule of more bytes than this is not ours.
+const RULE_MAX: u64 = 64 << 10;
 
 /// Runs all checks.
 pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
@@ -56,18 +69,50 @@ fn udev(root: &Path) -> Option<Finding> {
     if !runs {
         return None;
     }
-    let rule = RULE_FOLDERS.iter().map(|folder| root.join(folder).join(RULE));
-    Some(match rule.into_iter().find(|rule| rule.exists()) {
-        Some(rule) => Finding::fine("udev", format!("{} is there", rule.display())),
-        None => Finding::bad(
+    let cost = "systemd may unmount a writable mount";
+    let rules = RULE_FOLDERS.iter().map(|folder| root.join(folder).join(RULE));
+    // A link that leads nowhere, or to /dev/null, hides the rule of another folder, too.
+    let Some(rule) = rules.into_iter().find(|rule| rule.symlink_metadata().is_ok()) else {
+        return Some(Finding::bad(
             Level::Warning,
             "udev",
             format!("the rule {RULE} is missing"),
-            "systemd may unmount a writable mount",
+            cost,
             "copy dist/65-burgeon.rules to /etc/udev/rules.d and run `udevadm control --reload`; the \
              package does both",
+        ));
+    };
+    let shown = rule.display();
+    Some(match sets_ready(&rule) {
+        Ok(true) => Finding::fine("udev", format!("{shown} is there")),
+        Ok(false) => Finding::bad(
+            Level::Warning,
+            "udev",
+            format!("{shown} is empty, a mask, or lacks the assignment of SYSTEMD_READY"),
+            cost,
+            "remove it if the package is installed, or copy dist/65-burgeon.rules over it; then \
+             run `udevadm control --reload`",
+        ),
+        Err(e) => Finding::bad(
+            Level::Warning,
+            "udev",
+            format!("udev cannot read {shown}: {e}"),
+            cost,
+            "copy dist/65-burgeon.rules to that place, and run `udevadm control --reload`",
         ),
     })
+}
+
+/// True if the rule in a file tells systemd that a device is ready. A mask is no file with bytes.
+fn sets_ready(rule: &Path) -> io::Result<bool> {
+    if !fs::metadata(rule)?.is_file() {
+        return Ok(false);
+    }
+    let mut text = Vec::new();
+    File::open(rule)?.take(RULE_MAX).read_to_end(&mut text)?;
+    let text = String::from_utf8_lossy(&text);
+    let mut lines = text.lines().filter(|line| !line.trim_start().starts_with('#'));
+    Ok(lines.any(|line| line.contains("ENV{SYSTEMD_READY}=\"1\"")))
 }
 
 fn kernel() -> Finding {
@@ -248,7 +293,7 @@ fn place(state: &StateDir) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{fs, os::unix::fs::symlink};
 
     use super::{Level, RULE, udev};
 
@@ -262,8 +307,29 @@ mod tests {
         fs::write(at("run/udev/control"), "").unwrap();
         let missing = udev(root.path()).unwrap();
         assert!(missing.level == Level::Warning && missing.found.contains(RULE), "{missing:?}");
-        fs::create_dir_all(at("etc/udev/rules.d")).unwrap();
-        fs::write(at("etc/udev/rules.d").join(RULE), "").unwrap();
+        let rule =
+            fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../dist/65-burgeon.rules"));
+        let rule = rule.unwrap();
+        fs::create_dir_all(at("usr/lib/udev/rules.d")).unwrap();
+        fs::write(at("usr/lib/udev/rules.d").join(RULE), &rule).unwrap();
         assert_eq!(udev(root.path()).unwrap().level, Level::Fine);
+
+        // The administrator's folder hides it, whatever is there.
+        fs::create_dir_all(at("etc/udev/rules.d")).unwrap();
+        let own = at("etc/udev/rules.d").join(RULE);
+        for masked in ["/dev/null", "nowhere"] {
+            symlink(masked, &own).unwrap();
+            let finding = udev(root.path()).unwrap();
+            assert!(finding.level == Level::Warning, "{finding:?}");
+            assert!(finding.found.contains("etc/udev/rules.d/65-burgeon.rules"), "{finding:?}");
+            fs::remove_file(&own).unwrap();
+        }
+        let comments: String = rule.lines().map(|line| format!("# {line}\n")).collect();
+        for (text, level) in
+            [("", Level::Warning), (&comments, Level::Warning), (&rule, Level::Fine)]
+        {
+            fs::write(&own, text).unwrap();
+            assert_eq!(udev(root.path()).unwrap().level, level, "{text}");
+        }
     }
 }
