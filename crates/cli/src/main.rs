@@ -37,13 +37,20 @@ mod watch_args;
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
 use burgeon_container::run;
-use burgeon_daemon::roles::{self, ROLES};
+use burgeon_daemon::{
+    log,
+    roles::{self, ROLES},
+};
 
 /// The main function of a process.
 type Main = fn(&[OsString]) -> ExitCode;
 
 /// The process that all others of a daemon come from. It alone reads the configuration.
 const SUPERVISE: &str = "__supervise";
+
+/// The other processes that stay; the rest do one task.
+const LASTING: [&str; 5] =
+    ["__serve", "__open", "__hold", "__accelerate-keep", "__accelerate-serve"];
 
 /// The processes of a running system: verb, number of arguments, main function.
 const PROCESSES: &[(&str, usize, Main)] = &[
@@ -76,7 +83,10 @@ fn main() -> ExitCode {
             burgeon_daemon::forbid_core_dumps();
             match verb == SUPERVISE {
                 true => config::begin_daemon(),
-                false => burgeon_daemon::log::begin(),
+                false if LASTING.iter().any(|name| verb == name) => {
+                    log::begin(log::Process::Daemon);
+                }
+                false => log::begin(log::Process::Task),
             }
         }
         let process = PROCESSES.iter().find(|(name, ..)| verb == name);
@@ -110,7 +120,7 @@ fn main() -> ExitCode {
         }
     };
     if let Some(level) = args.global.log_level {
-        burgeon_daemon::log::begin_at(level);
+        log::begin_at(level, log::Process::Command);
     }
     let json = args.global.json;
     let code = commands::run(args).unwrap_or_else(|e| exit::report(&e, json));

@@ -9,23 +9,29 @@
 //!
 //! Under systemd an event is an entry of the journal with its fields apart (`journal.rs`). Where the
 //! journal's socket does not take it at once, and for lines in JSON, it is a line on standard error
-//! with its priority, as in `sd-daemon(3)`.
+//! with its priority, as in `sd-daemon(3)`. So are the last events of a process: the journal reads a
+//! sender's unit from its cgroup, and from the stream only if the sender is gone.
 //!
 //! An event is logged by the code that handles an error; code that returns an error leaves the
 //! event to its caller. A hit logs none. Invariants: foreign text cannot begin a line, because
 //! control characters are escaped; each line is one write, so that lines of two processes do not
-//! mix; one place in the program logs at most [`BURST`] lines in [`WINDOW`], apart from `debug`.
+//! mix; one place in the program logs at most [`BURST`] lines in [`WINDOW`], apart from `debug`; no
+//! process of the daemon waits for the reader of its log (`stream.rs`).
 //!
 //! Level and format can be changed while a process runs (`change`); children inherit both.
 
 mod journal;
+mod stream;
 
 use std::{
     collections::HashMap,
     fmt::{self, Debug, Write as _},
-    io,
+    io::{self, Write as _},
     path::Path,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -38,12 +44,13 @@ use tracing::{
 };
 pub use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::{
+    Layer,
     filter::Targets,
-    fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
-    layer::SubscriberExt,
-    registry::LookupSpan,
+    layer::{Context, SubscriberExt},
     reload,
 };
+
+pub(crate) use self::stream::Stream;
 
 /// The variable with the level, as `--log-level`: the daemon's processes inherit it.
 pub const VARIABLE: &str = "BURGEON_LOG";
@@ -62,18 +69,65 @@ static JSON: Mutex<Option<bool>> = Mutex::new(None);
 /// Changes the level of this process.
 static CHANGE: OnceLock<Box<dyn Fn(LevelFilter) + Send + Sync>> = OnceLock::new();
 
+/// A process that logs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Process {
+    /// A command: it waits for the reader of its standard error, and loses no line.
+    Command,
+    /// A process of the daemon that does one task. It may have ended before the journal has read an
+    /// entry, so it writes lines to the unit's stream.
+    Task,
+    /// A process of the daemon that stays.
+    Daemon,
+}
+
+/// Takes lines.
+trait Sink: Send + Sync {
+    /// Writes a line, which has its end. It reports that `reported` lines before it were left out.
+    fn put(&self, line: &str, reported: u64);
+
+    /// The number of lines that could not be written, and that the next line reports.
+    fn take_lost(&self) -> u64;
+}
+
+/// Standard error of a command.
+struct Waiting;
+
+impl Sink for Waiting {
+    fn put(&self, line: &str, _: u64) {
+        let _ = io::stderr().write_all(line.as_bytes());
+    }
+
+    fn take_lost(&self) -> u64 {
+        0
+    }
+}
+
+/// This process is about to end: entries of the journal would lack its unit.
+static ENDING: AtomicBool = AtomicBool::new(false);
+
+/// Called before the last events of a process, which go to its stream.
+pub(crate) fn prepare_to_end() {
+    ENDING.store(true, Ordering::Relaxed);
+}
+
 /// Logs events of this process from `level` on, and makes the daemons that it starts do the same.
-pub fn begin_at(level: LevelFilter) {
+pub fn begin_at(level: LevelFilter, process: Process) {
     note(level);
     if let Some(format) = format_of_environment() {
         set_json(format == "json");
     }
     let journal = is_journal();
     let connect = || journal::Journal::connect(Path::new(journal::SOCKET)).ok();
-    let entries = journal.then(connect).flatten();
-    let events = tracing_subscriber::fmt::layer()
-        .event_format(Line { journal, entries })
-        .with_writer(io::stderr);
+    let entries = (journal && process == Process::Daemon).then(connect).flatten();
+    let sink: Arc<dyn Sink> = match process {
+        Process::Command => Arc::new(Waiting),
+        Process::Task | Process::Daemon => Arc::new(Stream::new(rustix::stdio::stderr())),
+    };
+    if process != Process::Command {
+        report_panics(journal, Arc::clone(&sink));
+    }
+    let events = Lines { journal, entries, ending: &ENDING, sink };
     // Events of libraries are left out.
     let (filter, handle) = reload::Layer::new(ours(level));
     let subscriber = tracing_subscriber::registry().with(filter).with(events);
@@ -83,6 +137,18 @@ pub fn begin_at(level: LevelFilter) {
             let _ = handle.reload(ours(level));
         }));
     }
+}
+
+/// Writes the message of a panic to `sink`, because the usual hook would wait for the stream's reader. It
+/// takes no lock of the log: the panicking thread may have it.
+fn report_panics(journal: bool, sink: Arc<dyn Sink>) {
+    std::panic::set_hook(Box::new(move |panic| {
+        let trace = std::backtrace::Backtrace::capture();
+        let is_traced = trace.status() == std::backtrace::BacktraceStatus::Captured;
+        let trace = if is_traced { format!("\n{trace}") } else { String::new() };
+        let text = one_line(&format!("{panic}{trace}"));
+        sink.put(&format!("{}{text}\n", prefix(journal, Level::ERROR)), 0);
+    }));
 }
 
 /// Changes level and format of this process, and of those that it starts from now on.
@@ -124,10 +190,10 @@ fn ours(level: LevelFilter) -> Targets {
     Targets::new().with_target("burgeon", level)
 }
 
-/// The same in a process of the daemon, at the level from the environment, by default `info`.
-pub fn begin() {
+/// The same at the level from the environment, by default `info`.
+pub fn begin(process: Process) {
     let level = std::env::var(VARIABLE).ok().and_then(|level| level.parse().ok());
-    begin_at(level.unwrap_or(LevelFilter::INFO));
+    begin_at(level.unwrap_or(LevelFilter::INFO), process);
 }
 
 /// True if the environment has a level: it takes precedence over the configuration.
@@ -182,40 +248,34 @@ fn is_journal() -> bool {
     here.is_ok_and(|here| stream == format!("{}:{}", here.st_dev, here.st_ino))
 }
 
-struct Line {
+/// The log of this process.
+struct Lines {
     /// Standard error is a stream of the journal.
     journal: bool,
     /// The journal, if it takes entries, too.
     entries: Option<journal::Journal>,
+    /// It gets no more entries.
+    ending: &'static AtomicBool,
+    sink: Arc<dyn Sink>,
 }
 
-impl<S, N> FormatEvent<S, N> for Line
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
-{
-    fn format_event(
-        &self,
-        _: &FmtContext<'_, S, N>,
-        mut out: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
+impl<S: Subscriber> Layer<S> for Lines {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let level = *event.metadata().level();
         let left_out = match level {
             Level::ERROR | Level::WARN | Level::INFO => {
                 match admit(event.metadata().callsite(), Instant::now()) {
                     Some(left_out) => left_out,
-                    // Nothing is written.
-                    None => return Ok(()),
+                    None => return,
                 }
             }
             _ => 0,
         };
+        let left_out = left_out + self.sink.take_lost();
         if is_json() {
-            if self.journal {
-                write!(out, "<{}>", priority(level))?;
-            }
-            return writeln!(out, "{}", json(event, level, left_out));
+            let prefix = if self.journal { prefix(true, level) } else { String::new() };
+            let json = json(event, level, left_out);
+            return self.sink.put(&format!("{prefix}{json}\n"), left_out);
         }
         let mut words = Words::default();
         event.record(&mut words);
@@ -223,20 +283,23 @@ where
             words.fields.push_str(&format!(" left_out={left_out}"));
         }
         let text = words.message + &words.fields;
-        if let Some(journal) = &self.entries
+        if let Some(journal) =
+            self.entries.as_ref().filter(|_| !self.ending.load(Ordering::Relaxed))
             && journal.takes(event, &text, priority(level), left_out)
         {
-            return Ok(());
+            return;
         }
-        match self.journal {
-            true => write!(out, "<{}>", priority(level))?,
-            false => {
-                let (now, name) = (Utc::now(), level.as_str().to_ascii_lowercase());
-                write!(out, "{} burgeon[{}]: {name}: ", shown(&now), std::process::id())?;
-            }
-        }
-        writeln!(out, "{text}")
+        self.sink.put(&format!("{}{text}\n", prefix(self.journal, level)), left_out);
     }
+}
+
+/// The beginning of a line: its priority for the journal, or the time, this process and the level.
+fn prefix(journal: bool, level: Level) -> String {
+    if journal {
+        return format!("<{}>", priority(level));
+    }
+    let (now, name) = (Utc::now(), level.as_str().to_ascii_lowercase());
+    format!("{} burgeon[{}]: {name}: ", shown(&now), std::process::id())
 }
 
 /// The event as one JSON object. Its own keys win over fields of the same name.
@@ -332,40 +395,49 @@ fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use std::{
-        io::{self, Write},
-        sync::{Arc, Mutex},
+        sync::{
+            Arc, Mutex,
+            atomic::{AtomicU64, Ordering},
+        },
         time::Instant,
     };
 
     use chrono::DateTime;
-    use tracing_subscriber::layer::SubscriberExt;
+    use tracing_subscriber::{
+        Layer,
+        layer::{Context, SubscriberExt},
+    };
 
-    use super::{BURST, Line, WINDOW, admit, shown};
+    use super::{BURST, Lines, Sink, WINDOW, admit, shown};
 
-    #[derive(Clone, Default)]
-    struct Written(Arc<Mutex<Vec<Vec<u8>>>>);
+    #[derive(Default)]
+    struct Written {
+        lines: Mutex<Vec<String>>,
+        lost: AtomicU64,
+    }
 
-    impl Write for Written {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().push(bytes.to_vec());
-            Ok(bytes.len())
+    impl Sink for Written {
+        fn put(&self, line: &str, _: u64) {
+            self.lines.lock().unwrap().push(line.to_owned());
         }
 
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
+        fn take_lost(&self) -> u64 {
+            self.lost.swap(0, Ordering::Relaxed)
         }
     }
 
     fn lines(journal: bool, events: impl Fn()) -> Vec<String> {
-        let written = Written::default();
-        let writer = written.clone();
-        let layer = tracing_subscriber::fmt::layer()
-            .event_format(Line { journal, entries: None })
-            .with_writer(move || writer.clone());
-        let subscriber = tracing_subscriber::registry().with(layer);
+        lines_after(journal, 0, events)
+    }
+
+    /// The same after `lost` lines that could not be written.
+    fn lines_after(journal: bool, lost: u64, events: impl Fn()) -> Vec<String> {
+        let written = Arc::new(Written { lost: lost.into(), ..Written::default() });
+        let events_to =
+            Lines { journal, entries: None, ending: &super::ENDING, sink: written.clone() };
+        let subscriber = tracing_subscriber::registry().with(events_to);
         tracing::subscriber::with_default(subscriber, events);
-        let written = std::mem::take(&mut *written.0.lock().unwrap());
-        written.into_iter().map(|line| String::from_utf8(line).unwrap()).collect()
+        std::mem::take(&mut *written.lines.lock().unwrap())
     }
 
     #[test]
@@ -389,8 +461,6 @@ mod tests {
                 tracing::warn!(number, "again");
             }
         });
-        // A line that is left out is an empty write, or none.
-        let written: Vec<_> = written.iter().filter(|line| !line.is_empty()).collect();
         assert_eq!(written.len(), BURST as usize);
         let place = || tracing::callsite::Identifier(&CALLSITE);
         let now = Instant::now();
@@ -410,17 +480,22 @@ mod tests {
     }
 
     #[test]
+    fn a_line_reports_those_that_could_not_be_written() {
+        let written = lines_after(true, 3, || {
+            tracing::warn!("a");
+            tracing::warn!("b");
+        });
+        assert_eq!(written, ["<4>a left_out=3\n", "<4>b\n"]);
+    }
+
+    #[test]
     fn an_event_in_json_is_one_object_on_one_line() {
-        let written = Written::default();
-        let writer = written.clone();
-        let layer =
-            tracing_subscriber::fmt::layer().event_format(Json).with_writer(move || writer.clone());
-        let subscriber = tracing_subscriber::registry().with(layer);
+        let seen = Arc::new(Mutex::new(String::new()));
+        let subscriber = tracing_subscriber::registry().with(Json(seen.clone()));
         tracing::subscriber::with_default(subscriber, || {
             tracing::error!(mount = "12ab", tries = 3u64, level = "mine", "cannot\n{}", "fetch");
         });
-        let written = written.0.lock().unwrap().concat();
-        let text = String::from_utf8(written).unwrap();
+        let text = seen.lock().unwrap();
         assert_eq!(text.lines().count(), 1);
         let object: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(
@@ -434,19 +509,11 @@ mod tests {
     }
 
     /// The format in JSON, whatever this process was told.
-    struct Json;
-    impl<S, N> tracing_subscriber::fmt::FormatEvent<S, N> for Json
-    where
-        S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>,
-        N: for<'a> tracing_subscriber::fmt::FormatFields<'a> + 'static,
-    {
-        fn format_event(
-            &self,
-            _: &tracing_subscriber::fmt::FmtContext<'_, S, N>,
-            mut out: tracing_subscriber::fmt::format::Writer<'_>,
-            event: &tracing::Event<'_>,
-        ) -> std::fmt::Result {
-            writeln!(out, "{}", super::json(event, *event.metadata().level(), 0))
+    struct Json(Arc<Mutex<String>>);
+    impl<S: tracing::Subscriber> Layer<S> for Json {
+        fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+            let level = *event.metadata().level();
+            self.0.lock().unwrap().push_str(&super::json(event, level, 0).to_string());
         }
     }
 

@@ -77,7 +77,7 @@ use crate::{
         link::{FromServer, ToServer, VERSION},
         wire,
     },
-    opener,
+    log, opener,
     roles::{self, ServingIo},
     state::{
         files::{self, Lock},
@@ -151,6 +151,7 @@ pub fn serve_forever(state_dir: &Path) -> ExitCode {
     match begin(state_dir) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
+            log::prepare_to_end();
             tracing::error!(error = %e, "the server cannot go on");
             ExitCode::FAILURE
         }
@@ -367,6 +368,7 @@ impl Serving {
     /// offers it only since this server entered its sandbox. Readers wait for the successor.
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
+            log::prepare_to_end();
             tracing::warn!(mount = %id, "ending: only a new server can use io_uring for this mount");
             std::process::exit(1);
         }
@@ -387,6 +389,7 @@ impl Serving {
         };
         if let Some((_, (folder, _))) = known.find(is_another) {
             let folder = folder.display();
+            log::prepare_to_end();
             tracing::warn!(%folder, "ending: the folder was made anew, and only a new server sees it");
             std::process::exit(1);
         }

@@ -276,8 +276,11 @@ pub(crate) fn begin_daemon() {
         log::set_json(format.value == Format::Json);
     }
     match log::is_set() {
-        true => log::begin(),
-        false => log::begin_at(config.log.level.map_or(LevelFilter::INFO, |level| level.value)),
+        true => log::begin(log::Process::Daemon),
+        false => {
+            let level = config.log.level.map_or(LevelFilter::INFO, |level| level.value);
+            log::begin_at(level, log::Process::Daemon);
+        }
     }
     let CacheBounds { size, keep_free, sharing } = config.cache;
     let is_shared = sharing.is_some_and(|it| it.value == Sharing::Host);

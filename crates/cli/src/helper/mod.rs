@@ -27,7 +27,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::ErrorKind;
-use burgeon_daemon::{Client, block_termination, protocol::Mounted};
+use burgeon_daemon::{Client, block_termination, log, protocol::Mounted};
 use clap::Parser;
 
 use self::options::Options;
@@ -161,7 +161,7 @@ fn call(line: Line) -> Result<()> {
     };
     need_mount_privilege("mount -t burgeon")?;
     if let Some(level) = args.global.log_level {
-        burgeon_daemon::log::begin_at(level);
+        log::begin_at(level, log::Process::Command);
     }
     let config = Config::load(args.global.config.as_deref())?;
     let context = Context::new(args.global, config, true, false)?;

@@ -28,7 +28,7 @@ use burgeon_block::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{HELD_MAX, Held, Message};
-use crate::{host::namespace, id::MountId, ipc::wire, roles};
+use crate::{host::namespace, id::MountId, ipc::wire, log, roles};
 
 /// Interval of looking for ended mounts while there is no supervisor to report them.
 const INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -47,6 +47,7 @@ pub fn hold() -> ExitCode {
     match begin() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
+            log::prepare_to_end();
             tracing::error!(error = %e, "the holder process cannot continue");
             ExitCode::FAILURE
         }

@@ -112,12 +112,18 @@ mod tests {
         collections::BTreeMap,
         fs,
         os::unix::net::UnixDatagram,
-        sync::{Arc, Mutex},
+        sync::{
+            Arc, Mutex,
+            atomic::{AtomicBool, Ordering},
+        },
     };
 
     use tracing_subscriber::layer::SubscriberExt;
 
-    use super::{super::Line, Journal, VALUE_MAX};
+    use super::{
+        super::{Lines, Sink},
+        Journal, VALUE_MAX,
+    };
 
     /// The fields of an entry, as the journal reads them.
     fn parsed(mut bytes: &[u8]) -> BTreeMap<String, String> {
@@ -135,30 +141,33 @@ mod tests {
         fields
     }
 
-    #[derive(Clone, Default)]
-    struct Written(Arc<Mutex<Vec<u8>>>);
+    #[derive(Default)]
+    struct Written(Mutex<String>);
 
-    impl std::io::Write for Written {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
+    impl Sink for Written {
+        fn put(&self, line: &str, _: u64) {
+            self.0.lock().unwrap().push_str(line);
         }
 
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
+        fn take_lost(&self) -> u64 {
+            0
         }
     }
 
     /// What standard error gets, with a journal behind a socket that `events` may end.
     fn logged(journal: Journal, events: impl FnOnce()) -> String {
-        let written = Written::default();
-        let writer = written.clone();
-        let layer = tracing_subscriber::fmt::layer()
-            .event_format(Line { journal: true, entries: Some(journal) })
-            .with_writer(move || writer.clone());
+        logged_while(journal, &super::super::ENDING, events)
+    }
+
+    fn logged_while(
+        journal: Journal,
+        ending: &'static AtomicBool,
+        events: impl FnOnce(),
+    ) -> String {
+        let written = Arc::new(Written::default());
+        let layer = Lines { journal: true, entries: Some(journal), ending, sink: written.clone() };
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), events);
-        let written = std::mem::take(&mut *written.0.lock().unwrap());
-        String::from_utf8(written).unwrap()
+        std::mem::take(&mut *written.0.lock().unwrap())
     }
 
     #[test]
@@ -187,6 +196,25 @@ mod tests {
         assert_eq!(of("BURGEON_LONG").len(), VALUE_MAX);
         assert_eq!(fields.len(), 7, "{fields:?}");
         assert!(theirs.recv(&mut bytes).is_err(), "one entry");
+    }
+
+    #[test]
+    fn the_last_events_of_a_process_go_to_its_stream() {
+        static ENDING: AtomicBool = AtomicBool::new(false);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let theirs = UnixDatagram::bind(&path).unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let written = logged_while(Journal::connect(&path).unwrap(), &ENDING, || {
+            tracing::warn!("before");
+            ENDING.store(true, Ordering::Relaxed);
+            tracing::error!(error = "no disk", "ending");
+        });
+        assert_eq!(written, "<3>ending error=\"no disk\"\n");
+        let mut bytes = [0; 1024];
+        let len = theirs.recv(&mut bytes).unwrap();
+        assert_eq!(parsed(&bytes[..len])["MESSAGE"], "before");
+        assert!(theirs.recv(&mut bytes).is_err());
     }
 
     #[test]

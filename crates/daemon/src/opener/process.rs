@@ -48,6 +48,7 @@ pub fn open_files(state_dir: &Path) -> ExitCode {
     match begin(&StateDir::looked_at(state_dir.to_owned())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
+            log::prepare_to_end();
             tracing::error!(error = %e, "the opener cannot go on");
             ExitCode::FAILURE
         }
@@ -263,6 +264,7 @@ impl Line {
     /// Another process is needed. The sockets end first, because threads that cannot be killed keep
     /// them open.
     fn give_up(&self, why: &str) -> ! {
+        log::prepare_to_end();
         tracing::error!("{why}: making way for another opener");
         let _ = shutdown(&self.socket, Shutdown::Both);
         let _ = self.control.shutdown(std::net::Shutdown::Both);

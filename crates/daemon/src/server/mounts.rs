@@ -28,6 +28,7 @@ use crate::{
     host::system::Identity,
     id::MountId,
     ipc::link::{FromServer, sort_descriptors},
+    log,
     state::{
         access, files,
         pins::Pins,
@@ -225,6 +226,7 @@ impl Serving {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
                 // The device stays, and waits for a server.
+                log::prepare_to_end();
                 tracing::error!(mount = %id, errno, "ending: this server cannot go on with the mount, and the next one takes it over");
                 std::process::exit(1);
             }

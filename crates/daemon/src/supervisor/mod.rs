@@ -55,7 +55,6 @@ mod waits;
 mod watch;
 
 use std::{
-    io::Write,
     net::Shutdown,
     path::Path,
     process::ExitCode,
@@ -70,7 +69,7 @@ use crate::{
     holder,
     host::{backing_devices, cgroup::OwnCgroup, harden, namespace, program, signals},
     ipc::{self, client::socket_path, protocol::Failure},
-    start,
+    log, start,
     state::{
         cache::Bounds,
         files::{self, Lock},
@@ -116,6 +115,7 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
             ExitCode::FAILURE
         }
         Err(e) => {
+            log::prepare_to_end();
             tracing::error!(error = %e, "the daemon cannot start");
             say(&serde_json::to_string(&Failure::from(e)).unwrap_or_default());
             ExitCode::FAILURE
@@ -125,7 +125,7 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
 
 /// Sends a message to the process that started this one. Under systemd it goes to the log.
 fn say(words: &str) {
-    let _ = writeln!(std::io::stdout(), "{words}");
+    log::Stream::new(rustix::stdio::stdout()).say(words);
 }
 
 fn begin(state_dir: &Path) -> Result<()> {
@@ -230,6 +230,9 @@ impl Supervisor {
     fn handle_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
             let mounts = self.table().mounts.len();
+            if start::is_unit() {
+                log::prepare_to_end();
+            }
             tracing::info!(signal, mounts, "ending by a signal");
             if self.try_stop(false).is_ok() {
                 self.end();
@@ -286,6 +289,7 @@ impl Supervisor {
         left.into_iter().for_each(transport::remove_devices);
         self.holder.end();
         self.cgroup.leave();
+        log::prepare_to_end();
         tracing::info!("the daemon has ended");
         std::process::exit(0);
     }

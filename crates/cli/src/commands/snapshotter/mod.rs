@@ -19,6 +19,7 @@ use std::{
 };
 
 use anyhow::Result;
+use burgeon_daemon::log;
 use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::ContainerForm};
 
 use self::layers::OwnLayers;
@@ -131,7 +132,7 @@ fn default_hosts(context: &Context) -> Option<&'static Path> {
 }
 
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
-    burgeon_daemon::log::begin();
+    log::begin(log::Process::Daemon);
     // Measuring a tree takes a descriptor for each folder that it is in.
     raise_descriptors();
     if let Some(folder) = default_hosts(context) {
