@@ -10,12 +10,13 @@
 //!
 //! Invariants: a total never goes down, whatever is restarted or killed, and saturates instead of
 //! wrapping (`totals`); integers are printed as integers, seconds with all nine decimals
-//! (`format`); the number of series is bounded (`families`).
+//! (`format`); the number of series is bounded (`families`), and no two have the same labels.
 
 mod disks;
 mod exposition;
 mod families;
 mod format;
+mod label;
 mod snapshot;
 mod totals;
 mod values;

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    label::label,
     totals::{OTHER_STORES, Totals},
     values::{CacheValues, Values},
 };
@@ -93,6 +94,16 @@ pub struct CacheNow {
     pub miss_in_an_hour: u64,
 }
 
+impl MountNow {
+    /// The same with texts as labels show them: a snapshot of many mounts is one message.
+    pub fn shortened(mut self) -> Self {
+        for text in [&mut self.image, &mut self.target, &mut self.store] {
+            *text = label(text).into_owned();
+        }
+        self
+    }
+}
+
 impl Snapshot {
     /// The number of stores of present mounts that have no values of their own.
     pub fn stores_in_other(&self) -> u64 {
@@ -111,7 +122,9 @@ impl Snapshot {
         self.written_unix_seconds = totals.seen_unix_seconds;
         self.server_starts = totals.server_starts;
         self.cache = totals.cache;
-        self.stores = totals.stores().clone();
+        let stores = totals.stores().iter();
+        // As in `MountNow::shortened`.
+        self.stores = stores.map(|(key, it)| (label(key).into_owned(), it.clone())).collect();
         self.mounts = totals.mounts().into_iter().take(MOUNTS_MAX).collect();
         self
     }

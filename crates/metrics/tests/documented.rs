@@ -2,11 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
 
 use burgeon_metrics::{
-    CacheNow, DISKS_MAX, Disk, Disks, FAMILIES, MountNow, STORES_MAX, Snapshot, Totals, Values,
-    render,
+    CacheNow, DISKS_MAX, Disk, Disks, FAMILIES, MountNow, STORES_MAX, Snapshot, TOTALS_MAX, Totals,
+    Values, render,
 };
 
 /// The rows of the tables: name, type, labels, meaning.
@@ -93,4 +97,44 @@ fn two_hundred_mounts_give_at_most_five_thousand_series() {
         let is_total = family.name.ends_with("_total");
         assert_eq!(is_total, family.kind.name() == "counter", "{}", family.name);
     }
+}
+
+/// Readers refuse a text in which two series have the same labels.
+#[test]
+fn no_two_series_have_the_same_labels() {
+    let long = format!("/srv/{}", "x".repeat(250));
+    let stores = [format!("{long}/a"), format!("{long}/b"), "/a\u{1}".into(), "/a\u{2}".into()];
+    let mut totals = Totals::default();
+    let mut mounts_now = Vec::new();
+    for (number, store) in stores.iter().enumerate() {
+        totals.look(&number.to_string(), store, Values::default());
+        let [image, store] = [&long, store].map(Clone::clone);
+        let mount = MountNow { id: number.to_string(), image, store, ..MountNow::default() };
+        mounts_now.push(mount.shortened());
+    }
+    let snapshot = Snapshot { mounts_now, ..Snapshot::default() }.with_totals(&totals);
+    assert_eq!(snapshot.stores_in_other(), 0);
+    let text = render(Some(&snapshot), &Disks::default());
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let mut seen = BTreeSet::new();
+    for line in lines {
+        let series = line.rsplit_once(' ').unwrap().0;
+        assert!(seen.insert(series), "twice: {series}");
+    }
+    let of_stores = seen.iter().filter(|series| series.contains("burgeon_failed_reads_total"));
+    assert_eq!(of_stores.count(), stores.len());
+}
+
+/// A file that could not be read again would end all totals.
+#[test]
+fn totals_that_cannot_be_read_again_are_not_written() {
+    let mut totals = Totals::default();
+    let store = "x".repeat(4096);
+    for number in 0..2000 {
+        totals.look(&format!("{number:08x}"), &store, Values::default());
+    }
+    let bytes = totals.encode().unwrap();
+    assert_eq!(Totals::from_file(&bytes).unwrap().mounts().len(), 2000);
+    totals.look("more", &"x".repeat(TOTALS_MAX), Values::default());
+    assert_eq!(totals.encode().unwrap_err().kind(), burgeon_block::ErrorKind::OverLimit);
 }

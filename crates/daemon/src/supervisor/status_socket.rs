@@ -87,9 +87,24 @@ impl Supervisor {
             Some(totals) => snapshot.with_totals(&totals),
             None => snapshot,
         };
-        let bytes = Arc::new(wire::encode(&snapshot)?);
+        let bytes = Arc::new(encode(snapshot)?);
         *recent() = Some((Instant::now(), Arc::clone(&bytes)));
         Ok(bytes)
+    }
+}
+
+/// The message. A snapshot that does not fit loses mounts, and not its totals.
+fn encode(mut snapshot: Snapshot) -> Result<Vec<u8>> {
+    loop {
+        let left = snapshot.mounts_now.len().max(snapshot.mounts.len()) / 2;
+        match wire::encode(&snapshot) {
+            Err(_) if left > 0 => {
+                snapshot.mounts_now.truncate(left);
+                let kept: Vec<_> = snapshot.mounts_now.iter().map(|mount| &mount.id).collect();
+                snapshot.mounts.retain(|id, _| kept.contains(&id));
+            }
+            done => return done,
+        }
     }
 }
 
@@ -131,6 +146,7 @@ fn mount(status: MountStatus) -> MountNow {
         in_flight: status.cache.as_ref().map(|cache| cache.in_flight),
         reserved_bytes,
     }
+    .shortened()
 }
 
 fn cache(cache: &HostCache) -> CacheNow {
@@ -143,5 +159,44 @@ fn cache(cache: &HostCache) -> CacheNow {
         chunks: cache.chunks,
         hit_in_an_hour: cache.read_in_an_hour.hit,
         miss_in_an_hour: cache.read_in_an_hour.miss,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_metrics::{MOUNTS_MAX, MountNow, Snapshot, Totals, Values};
+
+    use super::encode;
+    use crate::ipc::wire::MESSAGE_MAX;
+
+    fn snapshot(text: &str) -> Snapshot {
+        let mut totals = Totals::default();
+        let mut mounts_now = Vec::new();
+        for number in 0..MOUNTS_MAX {
+            let id = format!("{number:08x}");
+            totals.look(&id, text, Values::default());
+            let [image, target, store] = [(); 3].map(|()| text.to_owned());
+            let mount = MountNow { id, image, target, store, ..MountNow::default() };
+            mounts_now.push(mount);
+        }
+        Snapshot { mounts_now, mount_count: 5000, ..Snapshot::default() }.with_totals(&totals)
+    }
+
+    #[test]
+    fn a_snapshot_is_one_message_however_long_the_paths_are() {
+        let mut long = snapshot(&"x".repeat(4096));
+        long.mounts_now = long.mounts_now.into_iter().map(MountNow::shortened).collect();
+        let all = long.mounts_now.len();
+        let bytes = encode(long).unwrap();
+        let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();
+        assert_eq!((sent.mounts_now.len(), sent.mounts.len()), (all, all));
+
+        // What cannot be shortened loses mounts: totals of stores stay.
+        let bytes = encode(snapshot(&"x".repeat(4096))).unwrap();
+        assert!(bytes.len() <= MESSAGE_MAX + 4);
+        let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();
+        assert_eq!((sent.stores.len(), sent.mount_count), (1, 5000));
+        assert!(!sent.mounts_now.is_empty());
+        assert_eq!(sent.mounts_now.len(), sent.mounts.len());
     }
 }

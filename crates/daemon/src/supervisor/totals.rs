@@ -10,11 +10,15 @@
 //! is held while the file is written, and only one thread writes it at a time.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     thread,
     time::Duration,
 };
 
+use burgeon_block::Result;
 use burgeon_metrics::{CacheValues, Totals, Values};
 
 use super::{Supervisor, table::MountEntry};
@@ -39,6 +43,8 @@ pub(super) struct Counting {
     durable: Mutex<Option<Arc<Totals>>>,
     /// Held while the file is written.
     writing: Mutex<()>,
+    /// The last write failed, and the log has its error.
+    is_failing: AtomicBool,
 }
 
 impl Counting {
@@ -48,13 +54,26 @@ impl Counting {
             Ok(read) => Self {
                 durable: Mutex::new(Some(Arc::new(read.clone()))),
                 seen: Mutex::new(Some(read)),
-                writing: Mutex::default(),
+                ..Self::default()
             },
             Err(error) => {
                 tracing::error!(%error, "no lifetime totals are counted");
                 Self::default()
             }
         }
+    }
+
+    /// True if the totals were written. A full disk is one event of the log, however long it is full.
+    fn has_written(&self, written: Result<()>) -> bool {
+        let was_failing = self.is_failing.swap(written.is_err(), Relaxed);
+        match &written {
+            Err(error) if !was_failing => {
+                tracing::warn!(%error, "metrics stay as they are: the totals cannot be written");
+            }
+            Ok(()) if was_failing => tracing::info!("the totals of metrics are written again"),
+            _ => {}
+        }
+        written.is_ok()
     }
 
     /// The totals that a crash cannot lose.
@@ -97,8 +116,7 @@ impl Supervisor {
         new.seen_unix_seconds = totals::now();
         let is_old = |durable: Arc<Totals>| durable.is_same(&new) && durable.seen_unix_seconds > 0;
         let is_new = !self.counting.durable().is_some_and(is_old);
-        if is_new && let Err(error) = totals::publish(&self.state, &new) {
-            tracing::warn!(%error, "metrics stay as they are: the totals cannot be written");
+        if is_new && !self.counting.has_written(totals::publish(&self.state, &new)) {
             return;
         }
         if let Some(seen) = lock(&self.counting.seen).as_mut() {
@@ -156,4 +174,41 @@ fn values(cache: &HostCache) -> CacheValues {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use burgeon_block::{Error, ErrorKind};
+    use tracing_subscriber::{
+        Layer,
+        layer::{Context, SubscriberExt},
+    };
+
+    use super::Counting;
+
+    /// The levels of all events.
+    struct Levels(Arc<Mutex<Vec<tracing::Level>>>);
+    impl<S: tracing::Subscriber> Layer<S> for Levels {
+        fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+            self.0.lock().unwrap().push(*event.metadata().level());
+        }
+    }
+
+    #[test]
+    fn an_outage_is_one_event_and_its_end_another() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let subscriber = tracing_subscriber::registry().with(Levels(seen.clone()));
+        tracing::subscriber::with_default(subscriber, || {
+            let counting = Counting::default();
+            assert!(counting.has_written(Ok(())));
+            for _ in 0..3 {
+                let full = Error::new(ErrorKind::NoSpace, "the disk is full");
+                assert!(!counting.has_written(Err(full)));
+            }
+            assert!(counting.has_written(Ok(())) && counting.has_written(Ok(())));
+        });
+        assert_eq!(*seen.lock().unwrap(), [tracing::Level::WARN, tracing::Level::INFO]);
+    }
 }
