@@ -54,9 +54,16 @@ fn burgeon(arguments: &[&str]) -> String {
 }
 
 fn property(name: &str) -> String {
-    let value = run("systemctl", &["show", "--value", "--property", name, "burgeon.service"]);
-    value.trim().to_owned()
+    property_of("burgeon.service", name)
 }
+
+fn property_of(unit: &str, name: &str) -> String {
+    run("systemctl", &["show", "--value", "--property", name, unit]).trim().to_owned()
+}
+
+/// The link by which a boot starts the unit of the metrics.
+const ENABLED: &str = "/etc/systemd/system/multi-user.target.wants/burgeon-metrics.service";
+const METRICS: &str = "burgeon-metrics.service";
 
 /// A file whose bytes no other has.
 fn content(file: u8) -> Vec<u8> {
@@ -85,9 +92,15 @@ fn a_package_is_installed_upgraded_kept_removed_and_purged() {
     fs::write(format!("{AT}/written"), "by an administrator").unwrap();
     run("sync", &["--file-system", AT]);
     assert_read(0);
+    reload();
 
+    run("systemctl", &["enable", "--now", METRICS]);
+    run("systemctl", &["enable", "--now", "burgeon-disks.timer"]);
     let second = changed(&first, "2", "true");
+    let metrics = property_of(METRICS, "MainPID");
     upgrade_to(&second);
+    assert_ne!(property_of(METRICS, "MainPID"), metrics, "it runs the new program");
+    assert_eq!(property_of(METRICS, "ActiveState"), "active");
     refuse_an_upgrade(&changed(&first, "3", "printf '#!/bin/sh\\nexit 1\\n' > usr/bin/burgeon"));
     upgrade_to(&second);
     refuse_to_remove();
@@ -136,6 +149,19 @@ fn changed(package: &Path, revision: &str, change: &str) -> PathBuf {
         rm -r "$tree""#;
     run("sh", &["-c", script, "sh", package.to_str().unwrap(), revision, change]);
     PathBuf::from(format!("/tmp/packages/{revision}.deb"))
+}
+
+/// The administrator's configuration holds from the reload of the package's unit on.
+fn reload() {
+    let level = "[log]\nlevel = \"warn\"\n";
+    fs::write("/etc/burgeon/config.d/50-site.toml", level).unwrap();
+    let before = property("MainPID");
+    run("systemctl", &["reload", "burgeon.service"]);
+    let is_another = || property("MainPID") != before && property("ActiveState") == "active";
+    assert!(wait_until(PATIENCE, is_another), "a reload is an upgrade");
+    let has_level = || said(&output(INSTALLED, &["log"])).contains("level warn");
+    assert!(wait_until(PATIENCE, has_level), "{}", said(&output(INSTALLED, &["log"])));
+    assert_read(5);
 }
 
 /// Installs the package; both processes of the daemon then run its program.
@@ -187,6 +213,13 @@ fn remove_and_purge(package: &Path) {
     dpkg(&["--remove", "burgeon"]);
     assert!(!Path::new(INSTALLED).exists());
     assert_eq!(property("LoadState"), "not-found");
+    for unit in [METRICS, "burgeon-disks.timer"] {
+        assert_eq!(
+            property_of(unit, "ActiveState"),
+            "inactive",
+            "{unit} runs a program that is gone"
+        );
+    }
     assert!(wait_until(PATIENCE, || processes_with(Path::new(STATE)).is_empty()), "daemons end");
     for part in ["images", "writes/kept", "store"] {
         assert!(Path::new(STATE).join(part).exists(), "remove keeps {part}");
@@ -201,7 +234,11 @@ fn remove_and_purge(package: &Path) {
         assert!(!Path::new(STATE).join(gone).exists(), "purge removes {gone}");
     }
     assert!(!Path::new("/etc/needrestart/conf.d/burgeon.conf").exists());
-    assert!(!Path::new("/etc/burgeon").exists());
+    assert!(!Path::new("/etc/burgeon/config.toml").exists());
+    assert!(fs::symlink_metadata(ENABLED).is_err(), "purge removes links of `systemctl enable`");
+    let own = Path::new("/etc/burgeon/config.d/50-site.toml");
+    assert!(own.exists(), "purge keeps the administrator's own files");
+    fs::remove_file(own).unwrap();
 
     // The writes need nothing that was purged.
     dpkg(&["--install", package.to_str().unwrap()]);
