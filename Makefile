@@ -1,9 +1,10 @@
 # make demo    shows Burgeon on a real tree of this machine (as root or with sudo)
 # make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
-# make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'),
-#              and twenty mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20);
-#              then a minute of reads from a cache on each small file system, whose server is killed
+# make soak    first what takes too long for `make test`: try-tarball and check-arm64; then an hour of random
+#              deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'), and twenty
+#              mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20); then a minute of
+#              reads from a cache on each small file system, whose server is killed
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -72,7 +73,7 @@ test:
 	dev/go $(TARGET)/tools
 	$(CARGO) run --quiet --locked --package xtask -- test
 
-soak:
+soak: check-arm64 try-tarball
 	dev/need $(TEST_NEEDS)
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
@@ -92,9 +93,12 @@ bench-start: build
 		--start-tree $(TARGET)/tmp/start-bookworm $(BENCH)
 
 STATIC := $(shell uname -m)-unknown-linux-musl
+# Without rustup, dist/build says what is missing.
+ADD_STATIC := if command -v rustup > /dev/null; then rustup target add $(STATIC); fi
 
 bench-static: build
 	dev/need $(BENCH_NEEDS) musl-gcc=musl-tools
+	$(ADD_STATIC)
 	$(CARGO) build --release --locked --package xtask
 	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only beside \
 		--beside "$$(dist/build $(STATIC))" $(BENCH)
@@ -147,12 +151,14 @@ deb:
 
 tarball:
 	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools
+	$(ADD_STATIC)
 	dist/tarball
 
 # Runs the tarball's program where there is nothing else: DNS and TLS in an empty chroot.
 try-tarball:
 	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools docker-registry=docker-registry \
 		openssl=openssl
+	$(ADD_STATIC)
 	folder=$$(mktemp -d) && tar -xzf "$$(dist/tarball)" --strip-components=1 -C "$$folder" && \
 		$(SUDO) env BURGEON_STATIC="$$folder/burgeon" $(CARGO) test --locked --package burgeon \
 			--test empty_chroot; \
