@@ -277,6 +277,9 @@ fn a_mistyped_state_directory_is_not_made() {
     assert!(typo.ok(&["status"]).contains("there is no state directory"));
     typo.fails(&["list"], 3, "there is no state directory");
     typo.fails(&["inspect", "image:1"], 3, "there is no state directory");
+    typo.fails(&["writes", "list"], 3, "there is no state directory");
+    // The first day begins with it.
+    assert!(typo.ok(&["doctor"]).contains("state, which the first build or mount makes: "));
     typo.ok(&["shutdown"]);
     for arguments in [
         &["doctor"][..],

@@ -157,18 +157,24 @@ impl Context {
         if folder.is_dir() {
             return Ok(Store::create(&folder.into(), &Access::from_env())?);
         }
-        if !self.state.exists() {
-            let what = format!(
-                "there is no state directory {}: is it another one (--state-dir)? `burgeon build` and \
-                 `burgeon mount` make it",
-                self.state.root().display()
-            );
-            return Err(Error::new(ErrorKind::NotFound, what).into());
-        }
+        self.need_state()?;
         let what = format!(
             "the store {} does not exist: mount or restore it, or make an empty folder of that name to \
              begin anew",
             folder.display()
+        );
+        Err(Error::new(ErrorKind::NotFound, what).into())
+    }
+
+    /// Refuses a state directory that is not there.
+    fn need_state(&self) -> Result<()> {
+        if self.state.exists() {
+            return Ok(());
+        }
+        let what = format!(
+            "there is no state directory {}: is it another one (--state-dir)? `burgeon build` and \
+             `burgeon mount` make it",
+            self.state.root().display()
         );
         Err(Error::new(ErrorKind::NotFound, what).into())
     }

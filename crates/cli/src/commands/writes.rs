@@ -29,6 +29,7 @@ pub(super) fn writes(context: &Context, command: WritesCommand) -> Result<ExitCo
 }
 
 fn list(context: &Context) -> Result<ExitCode> {
+    context.need_state()?;
     let mut rows = vec![["NAME", "IMAGE", "LIMIT", "RESERVED", "STATE"].map(String::from).to_vec()];
     let mut documents = Vec::new();
     let mut damaged = false;

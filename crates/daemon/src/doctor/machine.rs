@@ -253,26 +253,24 @@ fn memory_lock() -> Finding {
 }
 
 fn place(state: &StateDir) -> Finding {
-    let shown = state.root().display();
-    if let Err(e) = backing_devices::refuse_burgeon(state.root(), "the state directory") {
-        return Finding::bad(
-            Level::Problem,
-            "state directory",
-            e.to_string(),
-            "nothing can be mounted",
-            "take another --state-dir",
-        );
+    // The first `burgeon build` or `burgeon mount` makes it, in the nearest folder that is there.
+    let there = state.root().ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let shown = match there == state.root() {
+        true => there.display().to_string(),
+        false => format!("{}, which the first build or mount makes", state.root().display()),
+    };
+    let nothing = |found: String, remedy| {
+        let cost = "nothing can be mounted or built";
+        Finding::bad(Level::Problem, "state directory", found, cost, remedy)
+    };
+    if let Err(e) = backing_devices::refuse_burgeon(there, "the state directory") {
+        return nothing(e.to_string(), "take another --state-dir");
     }
-    if access(state.root(), Access::WRITE_OK) == Err(Errno::ROFS) {
-        return Finding::bad(
-            Level::Problem,
-            "state directory",
-            format!("{shown}: its file system is read-only"),
-            "nothing can be mounted or built",
-            "mount it writable, or use another --state-dir",
-        );
+    if access(there, Access::WRITE_OK) == Err(Errno::ROFS) {
+        let found = format!("{shown}: its file system is read-only");
+        return nothing(found, "mount it writable, or use another --state-dir");
     }
-    match space::free_space(state.root()) {
+    match space::free_space(there) {
         Ok(free) if free < FREE_MIN => Finding::bad(
             Level::Warning,
             "state directory",
@@ -281,13 +279,7 @@ fn place(state: &StateDir) -> Finding {
             "free some space; `burgeon gc` and `burgeon writes list` show what Burgeon keeps",
         ),
         Ok(free) => Finding::fine("state directory", format!("{shown}: {} GiB free", free >> 30)),
-        Err(e) => Finding::bad(
-            Level::Problem,
-            "state directory",
-            e.to_string(),
-            "nothing can be mounted",
-            "take another --state-dir",
-        ),
+        Err(e) => nothing(e.to_string(), "take another --state-dir"),
     }
 }
 

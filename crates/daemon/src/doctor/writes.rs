@@ -7,6 +7,9 @@ use crate::state::{paths::StateDir, prepared, writes};
 
 /// Checks all named writes.
 pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
+    if !state.exists() {
+        return Vec::new();
+    }
     let names = match writes::names(state) {
         Ok(names) => names,
         Err(e) => {
