@@ -83,9 +83,9 @@ pub const BUGS: &[Bug] = &[
         "marks are cleared before the index is stored",
         &[(
             "upkeep.rs",
-            "        let stored = self.store.store_index(&self.counts).and_then(|()| {",
+            "        let stored = self.refresh_identity(&idle);",
             "        if BUG { drop(self.marks.clear(&idle, &self.bitmaps())); }
-            let stored = self.store.store_index(&self.counts).and_then(|()| {",
+            let stored = self.refresh_identity(&idle);",
         )],
     ),
     bug(
@@ -103,7 +103,7 @@ pub const BUGS: &[Bug] = &[
         "TrustMarked",
         "after an unclean stop, blocks of marked regions are kept",
         &[(
-            "device.rs",
+            "attach.rs",
             "|key| is_its(key) && is_marked(key));",
             "|key| is_its(key) && is_marked(key) && !BUG);",
         )],
@@ -115,7 +115,7 @@ pub const BUGS: &[Bug] = &[
             ("store.rs", "        if trust == Trust::Cold {", "        let trust = if BUG { Trust::Warm } else { trust };
         if trust == Trust::Cold {"),
             (
-                "device.rs",
+                "attach.rs",
                 "        let dropped = store.drop_blocks(is_its);",
                 "        let dropped = store.drop_blocks(|key| is_its(key) && !BUG);",
             ),
@@ -131,8 +131,8 @@ pub const BUGS: &[Bug] = &[
         "the failure of the cache device is not recorded",
         &[(
             "store.rs",
-            "            (self.distrust)()?;",
-            "            if !BUG { (self.distrust)()?; }",
+            "            (self.distrust)(&dirty)?;",
+            "            if !BUG { (self.distrust)(&dirty)?; }",
         )],
     ),
     bug(
@@ -183,13 +183,13 @@ pub const BUGS: &[Bug] = &[
     bug(
         "LossEndsWithItsProcess",
         "the next server does not learn that a flush has failed",
-        &[("device.rs", "        self.counts = shared;", "        if !BUG { self.counts = shared; }")],
+        &[("attach.rs", "        self.counts = shared;", "        if !BUG { self.counts = shared; }")],
     ),
     bug(
         "FailWithTheCache",
         "a device in use is not served when the cache device fails at the start",
         &[(
-            "device.rs",
+            "attach.rs",
             "            Err(error) if options.is_in_use => {",
             "            Err(error) if options.is_in_use && !BUG => {",
         )],
@@ -248,9 +248,9 @@ pub const BUGS: &[Bug] = &[
         "RetireWithoutSlowSync",
         "the log is reused although the slow device may still lose the blocks",
         &[(
-            "write_back.rs",
-            "            self.attached(device)?.sync_logged()?;",
-            "            if !BUG { self.attached(device)?.sync_logged()?; }",
+            "drain.rs",
+            "            self.attached(*device)?.sync_logged()?;",
+            "            if !BUG { self.attached(*device)?.sync_logged()?; }",
         )],
     ),
     bug(
@@ -258,8 +258,8 @@ pub const BUGS: &[Bug] = &[
         "the log is reused before the superblock says that it was retired",
         &[(
             "write_back.rs",
-            "            .and_then(|()| self.store_head(|head| head.log.tail = head.log.tail.max(tail)));",
-            "            .and_then(|()| self.store_head(|head| if !BUG { head.log.tail = head.log.tail.max(tail) }));",
+            "        let stored = self.store_head(|head| head.log.tail = head.log.tail.max(tail));",
+            "        let stored = self.store_head(|head| if !BUG { head.log.tail = head.log.tail.max(tail) });",
         )],
     ),
     bug(
@@ -267,8 +267,8 @@ pub const BUGS: &[Bug] = &[
         "blocks leave the log that were not written back",
         &[(
             "write_back.rs",
-            "        self.write_versions(log, &versions)?;",
-            "        if !BUG { self.write_versions(log, &versions)?; }",
+            "        self.write_versions(log, &versions, pace)?;",
+            "        if !BUG { self.write_versions(log, &versions, pace)?; }",
         )],
     ),
     bug(
@@ -368,6 +368,48 @@ pub const BUGS: &[Bug] = &[
             "dirty.rs",
             "            Some(key) if self.store.has_failed() => {",
             "            Some(key) if self.store.has_failed() && !BUG => {",
+        )],
+    ),
+    bug(
+        "TailOfDeviceTooFar",
+        "the tail of a device passes blocks that are dirty yet",
+        &[("log.rs", "            tail = last + 1;", "            tail = if BUG { before } else { last + 1 };")],
+    ),
+    bug(
+        "TailOfDeviceForgotten",
+        "a start finds blocks dirty that were written back for their device alone",
+        &[(
+            "recover.rs",
+            "is_some_and(|tail| number < *tail) {",
+            "is_some_and(|tail| number < *tail && !BUG) {",
+        )],
+    ),
+    bug(
+        "WriteBackChangesIdentity",
+        "the identity does not have what was written back",
+        &[(
+            "drain.rs",
+            "            backing.identity.note_written(of(*device));",
+            "            if !BUG { backing.identity.note_written(of(*device)); }",
+        )],
+    ),
+    bug(
+        "MarksGoBeforeIdentity",
+        "a region loses its mark, and the identity has its former content",
+        &[(
+            "upkeep.rs",
+            "        let cleared = |region: u32| idle.binary_search_by_key(&region, Idle::region).is_ok();",
+            "        if BUG { return Ok(()); }
+            let cleared = |region: u32| idle.binary_search_by_key(&region, Idle::region).is_ok();",
+        )],
+    ),
+    bug(
+        "IdentityIsVolatile",
+        "the tail of the log passes blocks whose identity a power failure takes back",
+        &[(
+            "identity.rs",
+            "        if !state.changed {",
+            "        if BUG || !state.changed {",
         )],
     ),
 ];

@@ -15,12 +15,21 @@ use std::sync::{
 
 use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
 
-use crate::counters::{Count, Counts};
+use crate::{
+    counters::{Count, Counts},
+    identity::Identity,
+    pace::Load,
+};
 
 /// A slow device: its writes are volatile until `sync`.
 pub trait SlowDevice: LocalFile {
     /// Size in bytes.
     fn size(&self) -> u64;
+
+    /// A number that no other device has, if there is one.
+    fn serial(&self) -> Option<String> {
+        None
+    }
 
     /// Erases a range. `UnsupportedFormat` if the device cannot.
     fn erase(&self, range: ByteRange, how: Erase) -> Result<()>;
@@ -39,6 +48,8 @@ pub(crate) struct Backing {
     pub(crate) name: String,
     pub(crate) counts: Counts,
     pub(crate) pending: Arc<Pending>,
+    pub(crate) identity: Arc<Identity>,
+    pub(crate) load: Load,
     /// Held by whoever makes the slow device durable.
     syncing: Mutex<()>,
 }
@@ -78,8 +89,10 @@ impl Backing {
         name: &str,
         counts: Counts,
         pending: Arc<Pending>,
+        identity: Arc<Identity>,
     ) -> Self {
-        Self { slow, name: name.to_owned(), counts, pending, syncing: Mutex::default() }
+        let (name, load, syncing) = (name.to_owned(), Load::default(), Mutex::default());
+        Self { slow, name, counts, pending, identity, load, syncing }
     }
 
     /// An error once a flush has failed, of this process or an earlier one that counted in the same

@@ -27,7 +27,7 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind, LocalFile, Pages, Result};
 
 use crate::{
-    backing::{Backing, Pending, SlowDevice},
+    backing::{Backing, SlowDevice},
     counters::{Count, Counts},
     format::{DeviceRecord, REGION},
     keys::Key,
@@ -36,7 +36,7 @@ use crate::{
     mode::Mode,
     records::DeviceBitmaps,
     sets::Slot,
-    store::{Store, Trust},
+    store::Store,
     streams::Streams,
 };
 
@@ -49,21 +49,32 @@ pub struct Options {
     pub cutoff: u64,
     /// It has users already: if the cache device fails, it is served without it.
     pub is_in_use: bool,
+    /// It was written to without the cache, whose device had failed: its content is not compared.
+    pub is_changed: bool,
+    /// Dirty blocks of another device of this name are given up.
+    pub accepts_loss: bool,
+}
+
+impl Options {
+    /// Those of a device without users, which is what it was.
+    pub fn new(mode: Mode) -> Self {
+        Self { mode, cutoff: 0, is_in_use: false, is_changed: false, accepts_loss: false }
+    }
 }
 
 /// A slow device behind a cache.
 pub struct Cached<C: LocalFile, S> {
     pub(crate) store: Arc<Store<C>>,
     pub(crate) slow: Arc<S>,
-    name: String,
+    pub(crate) name: String,
     pub(crate) number: u8,
     pub(crate) record: DeviceRecord,
     pub(crate) marks: Marks,
     pub(crate) counts: Counts,
-    streams: Mutex<Streams>,
+    pub(crate) streams: Mutex<Streams>,
     /// Its place in [`Mode::ALL`].
-    mode: AtomicUsize,
-    cutoff: AtomicU64,
+    pub(crate) mode: AtomicUsize,
+    pub(crate) cutoff: AtomicU64,
     pub(crate) backing: Arc<Backing>,
 }
 
@@ -90,147 +101,6 @@ impl<C: LocalFile> Drop for Slots<'_, C> {
 }
 
 impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
-    /// Attaches `slow` as `name`. A new device, and one that others may have written to (`trust`, or
-    /// that of its store), begins without content.
-    ///
-    /// `Invalid` if the device had another size when it was attached last.
-    pub fn attach(
-        store: Arc<Store<C>>,
-        slow: S,
-        name: &str,
-        trust: Trust,
-        options: Options,
-    ) -> Result<Self> {
-        if store.has_failed() {
-            // It is served all the same, without a cache.
-            let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
-            return Ok(Self::new(store, slow, name, (0, record), marks, options));
-        }
-        let size = slow.size();
-        let known = store.record(name);
-        if let Some((_, record)) = &known
-            && record.size.get() != size
-        {
-            let what = format!(
-                "{name} had {} bytes when it was attached last, and has {size} now: is it another \
-                 device? Attach it by another name (--name)",
-                record.size
-            );
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let is_warm = known.is_some() && trust == Trust::Warm && store.trust() == Trust::Warm;
-        let (number, record) = match known {
-            Some(known) => known,
-            None => store.add_record(name, size)?,
-        };
-        match Self::begin(&store, &slow, (number, record), is_warm) {
-            Ok((marks, dropped, is_lost)) => {
-                let device = Self::new(store, slow, name, (number, record), marks, options);
-                device.counts.add(Count::DroppedBlocks, dropped);
-                // The kernel reports a loss once, and its users wait for the report.
-                if is_lost && options.is_in_use {
-                    device.counts.note_lost();
-                }
-                Ok(device)
-            }
-            Err(error) if options.is_in_use => {
-                store.give_up(&error)?;
-                let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
-                Ok(Self::new(store, slow, name, (0, record), marks, options))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The marks of a device, the number of its blocks that were dropped, and whether the slow device
-    /// has lost what was written before.
-    fn begin(
-        store: &Store<C>,
-        slow: &S,
-        (number, record): (u8, DeviceRecord),
-        is_warm: bool,
-    ) -> Result<(Marks, u64, bool)> {
-        let first = record.bitmap_first.get();
-        let is_its = |key: Key| key.device == number;
-        if is_warm {
-            let marks = store.load_marks(&record);
-            let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
-            let dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
-            return Ok((marks, dropped, false));
-        }
-        let counts = Counts::default();
-        let dropped = store.drop_blocks(is_its);
-        store.store_index(&counts)?;
-        // No mark has the writes of an earlier process without a cache, and they may be volatile: a
-        // power failure must not leave them in the cache alone.
-        let blocks = record.bitmap_blocks.get();
-        let synced = slow.sync().inspect_err(|error| {
-            tracing::warn!("the whole of {} counts as written: {error}", record.name());
-        });
-        let regions = record.size.get().div_ceil(REGION) as u32;
-        let marks = match synced {
-            Ok(()) => Marks::empty(store.id(), first, blocks),
-            Err(_) => Marks::full(store.id(), first, blocks, regions),
-        };
-        marks.store(&DeviceBitmaps { store, first, counts: &counts })?;
-        store.put_record(number, record)?;
-        Ok((marks, dropped, synced.is_err()))
-    }
-
-    fn new(
-        store: Arc<Store<C>>,
-        slow: S,
-        name: &str,
-        (number, record): (u8, DeviceRecord),
-        marks: Marks,
-        options: Options,
-    ) -> Self {
-        let slow = Arc::new(slow);
-        let counts = Counts::from_stored(record.counters.map(|counter| counter.get()));
-        let pending = Arc::new(Pending::after_another());
-        let backing = Arc::new(Backing::new(slow.clone(), name, counts.clone(), pending));
-        let device = Self {
-            store,
-            slow,
-            name: name.to_owned(),
-            number,
-            record,
-            marks,
-            counts,
-            streams: Mutex::default(),
-            mode: AtomicUsize::new(options.mode as usize),
-            cutoff: AtomicU64::new(options.cutoff),
-            backing,
-        };
-        device.register();
-        device
-    }
-
-    /// Has its dirty blocks written back to it.
-    fn register(&self) {
-        if !self.store.has_failed() {
-            self.store.backings()[usize::from(self.number)] = Some(self.backing.clone());
-        }
-    }
-
-    /// Counts in `shared` from now on. If that memory has not been used, it goes on from the stored
-    /// counters; else an earlier process has counted there since they were stored.
-    pub fn count_in(mut self, shared: Counts) -> Self {
-        let (mut values, before) = (self.counts.all(), self.record.counters);
-        if shared.all().iter().any(|value| *value > 0) {
-            values.iter_mut().zip(before).for_each(|(value, stored)| *value -= stored.get());
-        }
-        shared.add_all(values);
-        if self.counts.has_lost() {
-            shared.note_lost();
-        }
-        self.counts = shared;
-        let (counts, pending) = (self.counts.clone(), self.backing.pending.clone());
-        self.backing = Arc::new(Backing::new(self.slow.clone(), &self.name, counts, pending));
-        self.register();
-        self
-    }
-
     /// The slow device.
     pub fn slow(&self) -> &S {
         &self.slow
@@ -261,9 +131,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         Mode::ALL.get(self.mode.load(SeqCst)).map_or(Mode::WriteThrough, |(mode, _)| *mode)
     }
 
-    /// Changes what becomes of writes; those in work end as they began. Dirty blocks stay so until
-    /// they are written back.
-    pub fn set_mode(&self, mode: Mode) {
+    pub(crate) fn put_mode(&self, mode: Mode) {
         self.mode.store(mode as usize, SeqCst);
     }
 
@@ -358,6 +226,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
 
     /// Reads from the slow device alone.
     fn read_slow(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+        let _request = self.backing.load.begin();
         self.slow.read_at(at, buf).inspect_err(|_| self.counts.add(Count::SlowErrors, 1))?;
         self.counts.add(Count::MissBytes, buf.len() as u64);
         self.counts.add(Count::SlowReadBytes, buf.len() as u64);
@@ -464,6 +333,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         after: impl FnOnce(&mut [Option<Slot>], &Edges),
     ) -> Result<()> {
         let _pending = self.backing.pending.begin();
+        let _request = self.backing.load.begin();
         let regions = (at / REGION) as u32..=((at + len - 1) / REGION) as u32;
         if !self.mark(regions.clone())? {
             drop(locked);

@@ -5,10 +5,7 @@
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
-use crate::{
-    backing::SlowDevice, device::Cached, locks::Locked, log::WriteBackScope, mode::Mode,
-    write_back::lost,
-};
+use crate::{backing::SlowDevice, device::Cached, locks::Locked, mode::Mode, write_back::lost};
 
 /// Times that an erasure finds new dirty blocks in its range, until it fails.
 const ROUNDS_MAX: u32 = 16;
@@ -17,6 +14,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     /// Fails if the range has a dirty block, and the cache device has failed.
     pub(crate) fn refuse_dirty(&self, at: u64, len: u64) -> Result<()> {
         let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
+        self.store.refuse_gone(self.name(), at, len)?;
         let log = self.store.log.as_ref();
         match log.and_then(|log| log.first_in(self.key(first), end)) {
             Some(key) if self.store.has_failed() => {
@@ -83,7 +81,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             }
             // Writing back needs no lock of a block, but writers wait for this one.
             drop(locked);
-            self.store.write_back(WriteBackScope::All)?;
+            self.store.drain(self.number, u64::MAX, usize::MAX)?;
         }
         let what = format!("{} is written to faster than it is written back", self.name());
         Err(Error::new(ErrorKind::Unavailable, what))

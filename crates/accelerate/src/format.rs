@@ -5,6 +5,7 @@
 //!                   Sizes, and a record of each slow device
 //!   from 2          bitmaps: a bit for each MiB of a slow device that may have been written
 //!   then            log: dirty blocks of write-back (`record`), in segments; none in a small cache
+//!   then            with a log: what tells each slow device from others (`identity`), twice
 //!   then            index: parts of 31 sets, a word and a check of each slot
 //!   then            slots: the cached blocks, 16 a set
 //! ```
@@ -26,7 +27,7 @@ use zerocopy::{
 use crate::sets::{SETS_A_PART, WAYS};
 
 /// The version that this program writes, and the only one that it reads.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of a region, for which the bitmap has a bit.
 pub const REGION: u64 = 1 << 20;
 /// The most slow devices of one cache.
@@ -74,6 +75,7 @@ pub(crate) enum Kind {
     Bitmap = 2,
     Index = 3,
     Record = 4,
+    Identity = 5,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -178,6 +180,8 @@ pub struct DeviceRecord {
     pub(crate) bitmap_blocks: U32,
     reserved: U32,
     pub(crate) size: U64,
+    /// Records of the log below this number have no dirty blocks of this device.
+    pub(crate) tail: U64,
     pub(crate) name: [u8; NAME_MAX],
     pub(crate) counters: [U64; COUNTERS],
 }
@@ -267,7 +271,8 @@ impl Layout {
         // Enough for slow devices of about 500 times the size, 64 GiB at least.
         let bitmap_blocks = (blocks / 16_384).clamp(2 * DEVICES_MAX as u64, 1 << 16) as u32;
         let parts = u64::from(SETS_A_PART);
-        let rest = blocks - 2 - u64::from(bitmap_blocks) - u64::from(log_blocks) - 1;
+        let log_and_identities = u64::from(log_blocks) + Self::identity_blocks(log_blocks);
+        let rest = blocks - 2 - u64::from(bitmap_blocks) - log_and_identities - 1;
         let sets = rest * parts / (parts * WAYS as u64 + 1);
         // 2^32 slots, which are 16 TiB.
         let sets = sets.min((u32::MAX / WAYS as u32).into()) as u32;
@@ -283,8 +288,20 @@ impl Layout {
         (self.log_first() + u64::from(block)) * BLOCK_SIZE
     }
 
+    /// Blocks of the identities: two a device.
+    fn identity_blocks(log_blocks: u32) -> u64 {
+        if log_blocks == 0 { 0 } else { 2 * DEVICES_MAX as u64 }
+    }
+
+    /// Offset of a copy of a device's identity. The cache has a log.
+    pub(crate) fn identity_at(&self, device: u8, copy: u64) -> u64 {
+        let block = 2 * u64::from(device) + copy % 2;
+        (self.log_first() + u64::from(self.log_blocks) + block) * BLOCK_SIZE
+    }
+
     fn index_first(&self) -> u64 {
-        self.log_first() + u64::from(self.log_blocks)
+        let log_blocks = self.log_blocks;
+        self.log_first() + u64::from(log_blocks) + Self::identity_blocks(log_blocks)
     }
 
     fn slots_first(&self) -> u64 {
@@ -471,7 +488,14 @@ mod tests {
             let end = layout.slot_at((slots - 1) as u32) + BLOCK_SIZE;
             assert!(end <= size, "{size}: {end}");
             assert!(layout.bitmap_at(layout.bitmap_blocks) == layout.log_at(0));
-            assert!(layout.log_at(layout.log_blocks) == layout.part_at(0));
+            let last = layout.identity_at(DEVICES_MAX as u8 - 1, 1);
+            let behind = layout.log_at(layout.log_blocks);
+            match layout.log_blocks {
+                0 => assert_eq!(behind, layout.part_at(0)),
+                _ => {
+                    assert!(layout.identity_at(0, 0) == behind && last + 4096 == layout.part_at(0))
+                }
+            }
             assert!(layout.part_at(layout.sets.div_ceil(SETS_A_PART)) == layout.slot_at(0));
             assert!(size > 1 << 44 || end > size - size / 50 - (1 << 18), "{size}: {end}");
         }
@@ -493,7 +517,7 @@ mod tests {
         damaged.0[200] ^= 1;
         assert_eq!(kind(&damaged, SIZE_MIN), ErrorKind::Corrupt);
         let mut newer = Block(block.0);
-        newer.0[HEAD + 8] = 3;
+        newer.0[HEAD + 8] = 4;
         assert_eq!(kind(&newer, SIZE_MIN), ErrorKind::UnsupportedFormat);
     }
 

@@ -50,7 +50,7 @@ pub struct KeyMapping {
 }
 
 impl KeyMapping {
-    /// Keys for `sets` sets; at least one.
+    /// KeyMapping for `sets` sets; at least one.
     pub fn new(sets: u32) -> Self {
         let sets = sets.max(1);
         let bits = (TAG_BITS + sets.ilog2()).min(DEVICE_BITS + BLOCK_BITS_MAX);

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   Cached (device)        one slow device: read, write, erase, flush; the order of a write
+//!     │  attach, identity      its beginning; what tells it from other devices
 //!     │  Marks (marks)     its regions that may be newer than the stored index
 //!     │  Streams           recognises sequences, which go round the cache
 //!     │  dirty, upkeep     writes to the log; flushes and tidying
@@ -10,7 +11,7 @@
 //!   Store (store)          the cache device, shared by up to 16 slow devices
 //!     ├─ Sets (sets, keys) the index: 16-way sets, 4 bytes a block and 4 of check
 //!     ├─ Policy (policy)   what is kept: adaptive, clock, fifo, tinylfu
-//!     ├─ Log (log, record, recover, write_back)   dirty blocks
+//!     ├─ Log (log, record, recover, write_back, drain, pace)   dirty blocks
 //!     ├─ Locks (locks)     ranges of blocks that one request has to itself
 //!     └─ format            the bytes on the device
 //! ```
@@ -18,16 +19,23 @@
 //! Files and devices are behind [`LocalFile`](burgeon_block::LocalFile) and [`SlowDevice`], so the
 //! simulator can crash both. The calls are synchronous: whoever serves them gives each a thread.
 
+mod attach;
 mod backing;
 mod counters;
 mod device;
 mod dirty;
+mod dirty_ranges;
+mod dirty_version;
+mod drain;
 pub mod format;
+mod identity;
+mod identity_copies;
 pub mod keys;
 mod locks;
 mod log;
 mod marks;
 mod mode;
+mod pace;
 pub mod policy;
 mod record;
 mod records;
@@ -41,6 +49,8 @@ mod write_back;
 pub use backing::SlowDevice;
 pub use counters::{Cells, Count, Counts};
 pub use device::{Cached, Options};
+pub use dirty_ranges::Dirty;
 pub use mode::Mode;
-pub use store::{Distrust, Store, Trust, create, create_with, destroy, read_super};
+pub use pace::{AtOnce, Load, Moment, Pace};
+pub use store::{Distrust, Store, Trust, create, create_with, destroy, dirty_in, read_super};
 pub use write_back::Limits;

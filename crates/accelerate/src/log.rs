@@ -29,6 +29,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
+pub(crate) use crate::dirty_version::DirtyVersion;
 use crate::{
     format::Layout,
     keys::Key,
@@ -36,8 +37,6 @@ use crate::{
     sets::check_of,
 };
 
-/// The place of a version that cannot be read any more.
-const LOST: u32 = u32::MAX;
 const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// Changes of the superblock that the log needs, durable when they return.
@@ -57,27 +56,6 @@ pub(crate) enum WriteBackScope {
     Older(u64),
     /// Everything.
     All,
-}
-
-/// A dirty version.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct DirtyVersion {
-    /// Its record.
-    pub(crate) number: u64,
-    /// Its block of the log.
-    pub(crate) place: u32,
-    pub(crate) check: u32,
-}
-
-impl DirtyVersion {
-    /// A version that is lost.
-    pub(crate) fn lost(number: u64) -> Self {
-        Self { number, place: LOST, check: 0 }
-    }
-
-    pub(crate) fn is_lost(self) -> bool {
-        self.place == LOST
-    }
 }
 
 /// A part of the log that is filled and retired as a whole.
@@ -421,6 +399,25 @@ impl Log {
         state.has_lost |= state.is_writing || state.durable < state.next;
     }
 
+    /// Nothing is appended any more, and no record is being written.
+    pub(crate) fn end(&self) {
+        let mut state = self.state();
+        state.has_failed = true;
+        while state.is_writing {
+            state = self.wait(state);
+        }
+    }
+
+    /// The second in which the oldest segment was begun that is in use.
+    pub(crate) fn oldest_birth(&self) -> Option<u64> {
+        let state = self.state();
+        let closed = state.segments.iter().filter_map(|segment| match segment {
+            Segment::Closed { born, .. } => Some(*born),
+            Segment::Free | Segment::Avoided => None,
+        });
+        closed.chain(state.open.map(|(_, _, born, _)| born)).min()
+    }
+
     /// False once nothing is appended any more.
     pub(crate) fn takes_more(&self) -> bool {
         !self.state().has_failed
@@ -493,6 +490,58 @@ impl Log {
         };
         let versions = state.map.iter().filter(|(_, entry)| is_there(entry));
         (tail, versions.map(|(key, entry)| (*key, *entry)).collect())
+    }
+
+    /// Not below the number of any record, and that of the next one.
+    pub(crate) fn next(&self) -> u64 {
+        self.state().next
+    }
+
+    /// The first record of the segments that were begun in this second or later.
+    pub(crate) fn younger(&self, second: u64) -> u64 {
+        let state = self.state();
+        let closed = state.segments.iter().filter_map(|segment| match segment {
+            Segment::Closed { first, born } if *born >= second => Some(*first),
+            _ => None,
+        });
+        let open = state.open.filter(|(_, _, born, _)| *born >= second);
+        closed.chain(open.map(|(_, first, ..)| first)).min().unwrap_or(state.next)
+    }
+
+    /// Versions of a device below the record `before`, about `blocks` of the oldest, by address; the
+    /// record below which they all are; and the number of the others.
+    pub(crate) fn oldest_of(
+        &self,
+        device: u8,
+        before: u64,
+        blocks: usize,
+    ) -> (u64, Vec<(Key, DirtyVersion)>, u64) {
+        let state = self.state();
+        let (first, end) = (Key { device, block: 0 }, Key { device, block: u64::MAX });
+        let before = before.min(state.next);
+        let is_old = |(_, entry): &(&Key, &DirtyVersion)| entry.number < before;
+        let mut versions: Vec<_> =
+            state.map.range(first..end).filter(is_old).map(|(key, entry)| (*key, *entry)).collect();
+        drop(state);
+        let all = versions.len();
+        let mut tail = before;
+        if all > blocks {
+            versions.sort_unstable_by_key(|(_, entry)| entry.number);
+            // Whole records alone: a tail lies between two.
+            let last = versions[blocks.saturating_sub(1)].1.number;
+            versions.retain(|(_, entry)| entry.number <= last);
+            versions.sort_unstable_by_key(|(key, _)| *key);
+            tail = last + 1;
+        }
+        let left = (all - versions.len()) as u64;
+        (tail, versions, left)
+    }
+
+    /// The versions of a device below the record `tail` are on it, or given up.
+    pub(crate) fn remove(&self, device: u8, tail: u64) {
+        let mut state = self.state();
+        state.map.retain(|key, entry| key.device != device || entry.number >= tail);
+        self.used.store(state.map.len() as u64, SeqCst);
     }
 
     /// These segments are retired: their versions leave the map.

@@ -63,6 +63,12 @@ pub(crate) struct Idle {
     written: u64,
 }
 
+impl Idle {
+    pub(crate) fn region(&self) -> u32 {
+        self.region
+    }
+}
+
 const BYTES_A_BLOCK: usize = REGIONS_A_BLOCK as usize / 8;
 
 impl Marks {
@@ -197,11 +203,14 @@ impl Marks {
         }
     }
 
-    /// The marked regions that nobody writes now.
+    /// The marked regions that nobody writes now, in order.
     pub(crate) fn idle(&self) -> Vec<Idle> {
         let state = self.state();
         let idle = state.regions.iter().filter(|(_, region)| region.writers == 0);
-        idle.map(|(at, region)| Idle { region: *at, written: region.written }).collect()
+        let idle = idle.map(|(at, region)| Idle { region: *at, written: region.written });
+        let mut idle: Vec<_> = idle.collect();
+        idle.sort_unstable_by_key(Idle::region);
+        idle
     }
 
     /// Clears the marks of regions that were not written since they were found idle. The caller has

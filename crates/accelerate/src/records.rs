@@ -51,6 +51,8 @@ impl<C: LocalFile> Store<C> {
         record.bitmap_first = first.into();
         record.bitmap_blocks = (blocks as u32).into();
         record.size = size.into();
+        // A device of the same number may have left blocks there.
+        record.tail = self.log_position().into();
         record.name[..name.len()].copy_from_slice(name.as_bytes());
         let free = self.head().devices.iter().position(|record| record.used.get() == 0);
         let Some(number) = free else {
@@ -85,6 +87,15 @@ impl<C: LocalFile> Store<C> {
     /// Stores a record.
     pub(crate) fn put_record(&self, number: u8, record: DeviceRecord) -> Result<()> {
         self.store_head(|head| head.devices[usize::from(number)] = record)
+    }
+
+    /// Changes a record.
+    pub(crate) fn change_record(
+        &self,
+        number: u8,
+        change: impl FnOnce(&mut DeviceRecord),
+    ) -> Result<()> {
+        self.store_head(|head| change(&mut head.devices[usize::from(number)]))
     }
 
     /// Forgets the slow device `name`.

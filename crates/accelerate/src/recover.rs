@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
 use crate::{
-    format::{Layout, LogHead},
+    format::{DEVICES_MAX, Layout, LogHead},
     keys::Key,
     log::{DirtyVersion, Recovered, Segment, segment_blocks},
     record::LogRecord,
@@ -28,13 +28,15 @@ struct Read {
     whole: Vec<bool>,
 }
 
-/// The dirty blocks of the log, none of which has `blocks_max` or more before it on its device.
+/// The dirty blocks of the log, none of which has `blocks_max` or more before it on its device, and none
+/// of which is of a record below the tail of its device.
 pub(crate) fn recover(
     file: &impl LocalFile,
     layout: &Layout,
     head: &LogHead,
     id: [u8; 16],
     blocks_max: u64,
+    tails: &[u64; DEVICES_MAX],
 ) -> Result<Recovered> {
     let size = segment_blocks(layout);
     let count = layout.log_blocks / size;
@@ -77,6 +79,9 @@ pub(crate) fn recover(
                 return Err(damaged("a record names a block that no device has"));
             }
             let (number, place) = (record.number, place + 1 + index as u32);
+            if tails.get(usize::from(key.device)).is_some_and(|tail| number < *tail) {
+                continue;
+            }
             if *whole {
                 map.insert(*key, DirtyVersion { number, place, check: *check });
             } else if is_durable {

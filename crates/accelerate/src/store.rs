@@ -10,13 +10,13 @@
 //! Invariants:
 //! - Once the cache device failed, nothing of it is read or written any more, and the next open is
 //!   cold: [`Distrust`] has recorded that elsewhere before the first write goes round the cache.
-//! - One thread at a time stores the index or the superblock (`TURN` is held).
+//! - One thread at a time stores the index, the superblock or an identity (`TURN` is held).
 
 use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU32, Ordering::SeqCst},
+        atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
     },
 };
 
@@ -26,11 +26,12 @@ use zerocopy::{FromZeros as _, IntoBytes as _};
 use crate::{
     backing::Backing,
     counters::{Count, Counts},
+    dirty_ranges::{Dirty, dirty_of},
     format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
     format::{decode_part, encode_part},
     keys::{Key, KeyMapping},
     locks::{Locked, Locks, Span},
-    log::Log,
+    log::{Log, Recovered},
     policy::{Fate, Kind, Policy},
     recover::recover,
     sets::{Sets, Slot, check_of},
@@ -52,9 +53,9 @@ pub enum Trust {
     Warm,
 }
 
-/// Records, not on the cache device, that the cache must be opened cold from now on. Durable when
-/// it returns.
-pub type Distrust = Box<dyn Fn() -> Result<()> + Send + Sync>;
+/// Records, not on the cache device, that the cache must be opened cold from now on, and the bytes that
+/// only the cache device has. Durable when it returns.
+pub type Distrust = Box<dyn Fn(&[Dirty]) -> Result<()> + Send + Sync>;
 
 /// The attached slow devices, by their numbers.
 pub(crate) type Backings = [Option<Arc<Backing>>; DEVICES_MAX];
@@ -70,6 +71,10 @@ pub struct Store<C> {
     /// Dirty blocks; `None` if the cache has no room for a log.
     pub(crate) log: Option<Log>,
     backings: Mutex<Backings>,
+    /// Bytes that an earlier process has lost with the cache device.
+    pub(crate) gone: Vec<Dirty>,
+    /// Threads that wait until more is written back.
+    pub(crate) waiting: AtomicU64,
     room: Mutex<Room>,
     head: Mutex<Super>,
     epoch: u64,
@@ -137,6 +142,24 @@ pub fn read_super(file: &impl LocalFile, size: u64) -> Result<Super> {
     copies.into_iter().max_by_key(order).unwrap_or_else(|| Super::decode(&block, size))
 }
 
+/// The bytes that only the cache on `file` has. Nothing is written.
+pub fn dirty_in(file: &impl LocalFile, size: u64) -> Result<Vec<Dirty>> {
+    let head = read_super(file, size)?;
+    if head.layout.log_blocks == 0 {
+        return Ok(Vec::new());
+    }
+    let known = head.devices.iter().enumerate().filter(|(_, record)| record.used.get() != 0);
+    let known = known.map(|(number, record)| (number as u8, record.name()));
+    Ok(dirty_of(known, &found_in(file, &head)?.map))
+}
+
+/// The log of a cache.
+fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
+    let tails = head.devices.each_ref().map(|record| record.tail.get());
+    let blocks_max = KeyMapping::new(head.layout.sets).blocks_max();
+    recover(file, &head.layout, &head.log, head.id, blocks_max, &tails)
+}
+
 impl<C: LocalFile> Store<C> {
     /// Opens the cache on `file`, a device or file of `size` bytes.
     pub fn open(file: C, size: u64, trust: Trust, kind: Kind, distrust: Distrust) -> Result<Self> {
@@ -144,11 +167,10 @@ impl<C: LocalFile> Store<C> {
         if trust == Trust::Cold {
             head.epoch += 1;
         }
-        let blocks_max = KeyMapping::new(head.layout.sets).blocks_max();
         let log = match head.layout.log_blocks {
             0 => None,
             _ => {
-                let mut found = recover(&file, &head.layout, &head.log, head.id, blocks_max)?;
+                let mut found = found_in(&file, &head)?;
                 if head.log.open.is_some() {
                     // A record that the former process still writes must not count.
                     head.log.begin(found.generation + 1, found.next);
@@ -170,10 +192,11 @@ impl<C: LocalFile> Store<C> {
         Ok(store)
     }
 
-    /// A cache that has failed before: devices are served without it.
-    pub fn failed(file: C) -> Result<Self> {
+    /// A cache that has failed before, with these bytes: devices are served without it.
+    pub fn failed(file: C, gone: Vec<Dirty>) -> Result<Self> {
         let head = Super::new([0; 16], Layout::new(SIZE_MIN)?);
-        let store = Self::new(file, head, Trust::Cold, Kind::Fifo, Box::new(|| Ok(())));
+        let mut store = Self::new(file, head, Trust::Cold, Kind::Fifo, Box::new(|_| Ok(())));
+        store.gone = gone;
         *store.health.lock().unwrap_or_else(PoisonError::into_inner) = Health::Failed;
         Ok(store)
     }
@@ -189,6 +212,8 @@ impl<C: LocalFile> Store<C> {
             locks: Locks::default(),
             log: None,
             backings: Mutex::default(),
+            gone: Vec::new(),
+            waiting: AtomicU64::new(0),
             room: Mutex::new(Room { policy, memory: HashMap::new() }),
             epoch: head.epoch,
             head: Mutex::new(head),
@@ -197,6 +222,11 @@ impl<C: LocalFile> Store<C> {
             distrust,
             file,
         }
+    }
+
+    /// True if it can have dirty blocks.
+    pub fn has_log(&self) -> bool {
+        self.log.is_some()
     }
 
     /// Whether the content was kept at the start.
@@ -240,6 +270,11 @@ impl<C: LocalFile> Store<C> {
         self.room().memory.len() as u64
     }
 
+    /// The turn to store the index, the superblock or an identity.
+    pub(crate) fn lock_turn(&self) -> Locked<'_> {
+        self.locks.lock(TURN)
+    }
+
     pub(crate) fn backings(&self) -> MutexGuard<'_, Backings> {
         self.backings.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -259,12 +294,15 @@ impl<C: LocalFile> Store<C> {
 
     /// The cache device failed: records that, and goes round it from now on.
     pub(crate) fn give_up(&self, error: &Error) -> Result<()> {
+        // No record may come after those that are told.
+        self.log.iter().for_each(Log::end);
+        let dirty = self.dirty_devices();
         // Held across the record: no write may go round the cache before it is made, and a cache
         // fails once.
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         if *health == Health::Good {
             tracing::error!("the cache device failed, requests go round it: {error}");
-            (self.distrust)()?;
+            (self.distrust)(&dirty)?;
             *health = Health::Failed;
         }
         Ok(())

@@ -8,6 +8,8 @@ use crate::{
     backing::SlowDevice,
     counters::{Count, Counts},
     device::Cached,
+    locks::Span,
+    marks::Idle,
     mode::Mode,
     sets::Slot,
 };
@@ -17,7 +19,9 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     pub fn flush(&self) -> Result<()> {
         self.counts.add(Count::Flushes, 1);
         self.backing.check()?;
-        if self.dirty() > 0 && self.store.has_failed() {
+        let is_gone =
+            || self.is_dirty() || self.store.refuse_gone(self.name(), 0, u64::MAX).is_err();
+        if self.store.has_failed() && is_gone() {
             let what = format!("{} has dirty blocks, and its cache device has failed", self.name());
             let error = Error::new(ErrorKind::LocalIo, what);
             self.backing.note_lost(&error);
@@ -34,6 +38,19 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     /// Dirty blocks in the log, also those that are on the slow device already.
     pub fn dirty(&self) -> u64 {
         self.store.log.as_ref().map_or(0, |log| log.count(Some(self.number)))
+    }
+
+    /// True if there are any.
+    pub fn is_dirty(&self) -> bool {
+        let log = self.store.log.as_ref();
+        log.is_some_and(|log| log.first_in(self.key(0), u64::MAX).is_some())
+    }
+
+    /// Seconds since the oldest of the cache's dirty blocks may have been written, by the clock of the
+    /// writing back.
+    pub fn dirty_seconds(&self, now: u64) -> Option<u64> {
+        let log = self.store.log.as_ref().filter(|_| self.is_dirty())?;
+        log.oldest_birth().map(|born| now.saturating_sub(born))
     }
 
     /// Compares the blocks of this device in `slots` with the slow device; returns how many there
@@ -67,6 +84,42 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         Ok((compared, wrong))
     }
 
+    /// Reads the samples again that lose their marks, which is durable when this returns.
+    fn refresh_identity(&self, idle: &[Idle]) -> Result<()> {
+        let identity = &self.backing.identity;
+        if self.mode() != Mode::WriteBack && !self.is_dirty() {
+            identity.leave();
+        }
+        if !identity.is_kept() {
+            return Ok(());
+        }
+        let cleared = |region: u32| idle.binary_search_by_key(&region, Idle::region).is_ok();
+        identity.refresh(&self.samples(&cleared), cleared);
+        self.store.put_identity(self.number, identity)
+    }
+
+    /// Changes what becomes of writes; those in work end as they began. Dirty blocks stay so until
+    /// they are written back. An error if write-back cannot begin; then the mode stays.
+    pub fn set_mode(&self, mode: Mode) -> Result<()> {
+        if mode == Mode::WriteBack && !self.store.has_failed() {
+            let _turn = self.store.locks.lock(self.tidying());
+            if !self.backing.identity.is_kept() {
+                let samples = self.samples(&|_| false);
+                self.store.take_identity(self.number, &self.backing.identity, &samples)?;
+            }
+            self.put_mode(mode);
+        } else {
+            self.put_mode(mode);
+        }
+        Ok(())
+    }
+
+    /// The range of the locks that stands for tidying this device.
+    fn tidying(&self) -> Span {
+        let first = 2 + u64::from(self.number);
+        Span { device: u8::MAX, first, end: first + 1 }
+    }
+
     /// Clears the marks of regions that are idle, after making the slow device and the index
     /// durable; stores the counters.
     pub fn tidy(&self) -> Result<()> {
@@ -74,15 +127,16 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             return Ok(());
         }
         self.backing.check()?;
+        let _turn = self.store.locks.lock(self.tidying());
         let idle = self.marks.idle();
         if !idle.is_empty() {
             self.backing.sync()?;
         }
-        let stored = self.store.store_index(&self.counts).and_then(|()| {
+        let stored = self.refresh_identity(&idle);
+        let stored = stored.and_then(|()| self.store.store_index(&self.counts)).and_then(|()| {
             self.marks.clear(&idle, &self.bitmaps())?;
-            let mut record = self.record;
-            record.counters = self.counts.all().map(Into::into);
-            self.store.put_record(self.number, record)
+            let counters = self.counts.all().map(Into::into);
+            self.store.change_record(self.number, |record| record.counters = counters)
         });
         stored.or_else(|error| {
             self.counts.add(Count::CacheErrors, 1);

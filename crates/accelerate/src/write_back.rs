@@ -14,7 +14,7 @@
 //!
 //! Invariant: after any error the blocks stay in the log, and are written again.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
@@ -24,13 +24,14 @@ use crate::{
     keys::Key,
     locks::Span,
     log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
+    pace::{AtOnce, Moment, Pace, Waiting},
     store::Store,
 };
 
 /// The most blocks of one write to a slow device: 1 MiB.
 const RUN_MAX: usize = 256;
 /// The range of the locks that stands for writing back.
-const TURN: Span = Span { device: u8::MAX, first: 1, end: 2 };
+pub(crate) const TURN: Span = Span { device: u8::MAX, first: 1, end: 2 };
 const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// When dirty blocks are written back.
@@ -100,7 +101,7 @@ impl<C: LocalFile> Store<C> {
         Ok(false)
     }
 
-    fn name_of(&self, key: Key) -> String {
+    pub(crate) fn name_of(&self, key: Key) -> String {
         self.backing(key.device)
             .map_or_else(|| format!("device {}", key.device), |b| b.name.clone())
     }
@@ -121,7 +122,10 @@ impl<C: LocalFile> Store<C> {
                 pages.bytes_mut().copy_from_slice(part);
                 match log.append(&self.file, self, key, pages) {
                     Ok(()) => break,
-                    Err(Refused::Full) => self.write_back(WriteBackScope::Room)?,
+                    Err(Refused::Full) => {
+                        let _waiting = Waiting::new(&self.waiting);
+                        self.write_back(WriteBackScope::Room, &AtOnce)?;
+                    }
                     Err(Refused::Failed(error)) => {
                         self.note_error(counts, &error);
                         return Err(error);
@@ -150,21 +154,30 @@ impl<C: LocalFile> Store<C> {
 
     /// Writes back what is older or more than `limits` say; `now` is a clock's seconds.
     pub fn write_back_due(&self, limits: Limits, now: u64) -> Result<()> {
+        self.write_back_paced(limits, now, &AtOnce)
+    }
+
+    /// [`Self::write_back_due`] at a pace of the caller's.
+    pub fn write_back_paced(&self, limits: Limits, now: u64, pace: &dyn Pace) -> Result<()> {
         let Some(log) = self.usable_log() else { return Ok(()) };
         log.set_clock(now);
         let too_full = self.dirty().1 >= limits.percent;
         let before = if too_full { u64::MAX } else { now.saturating_sub(limits.seconds) };
-        self.write_back(WriteBackScope::Older(before))
+        self.write_back(WriteBackScope::Older(before), pace)
     }
 
     /// Writes back every dirty block.
     pub fn write_back_all(&self) -> Result<()> {
-        self.write_back(WriteBackScope::All)
+        let _waiting = Waiting::new(&self.waiting);
+        self.write_back(WriteBackScope::All, &AtOnce)
     }
 
-    pub(crate) fn write_back(&self, want: WriteBackScope) -> Result<()> {
+    pub(crate) fn write_back(&self, want: WriteBackScope, pace: &dyn Pace) -> Result<()> {
         let Some(log) = self.usable_log() else { return Ok(()) };
         let _turn = self.locks.lock(TURN);
+        if let Some(absent) = self.absent(log) {
+            return self.write_back_around(log, absent, want, pace);
+        }
         if want != WriteBackScope::Room {
             log.close_before(if let WriteBackScope::Older(before) = want {
                 before
@@ -185,21 +198,15 @@ impl<C: LocalFile> Store<C> {
         if let Some((key, _)) = versions.iter().find(|(_, entry)| entry.is_lost()) {
             return Err(lost(self.name_of(*key), *key, "its copy in the log is damaged"));
         }
-        self.write_versions(log, &versions)?;
-        let devices: BTreeSet<u8> = versions.iter().map(|(key, _)| key.device).collect();
-        for device in devices {
-            self.attached(device)?.sync_logged()?;
-        }
-        let counts = Counts::default();
-        let stored = self
-            .store_index(&counts)
-            .and_then(|()| self.store_head(|head| head.log.tail = head.log.tail.max(tail)));
+        self.write_versions(log, &versions, pace)?;
+        self.settle(&versions)?;
+        let stored = self.store_head(|head| head.log.tail = head.log.tail.max(tail));
         stored.or_else(|error| self.give_up(&error).and(Err(error)))?;
         log.free(&segments);
         Ok(())
     }
 
-    fn attached(&self, device: u8) -> Result<Arc<Backing>> {
+    pub(crate) fn attached(&self, device: u8) -> Result<Arc<Backing>> {
         self.backing(device).ok_or_else(|| {
             let names = self.known_numbers();
             let name = names.iter().find(|(number, _)| *number == device);
@@ -210,7 +217,12 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Writes versions, which are sorted by address.
-    fn write_versions(&self, log: &Log, versions: &[(Key, DirtyVersion)]) -> Result<()> {
+    pub(crate) fn write_versions(
+        &self,
+        log: &Log,
+        versions: &[(Key, DirtyVersion)],
+        pace: &dyn Pace,
+    ) -> Result<()> {
         let mut rest = versions;
         let mut pages = self.pages(RUN_MAX as u64 * BLOCK_SIZE)?;
         while let Some((first, _)) = rest.first() {
@@ -221,6 +233,8 @@ impl<C: LocalFile> Store<C> {
             let (run, further) = rest.split_at(len);
             let backing = self.attached(first.device)?;
             let bytes = &mut pages.bytes_mut()[..len * BLOCK];
+            let (load, waiting) = (&backing.load, &self.waiting);
+            pace.pause(&Moment { load, bytes: bytes.len() as u64, waiting })?;
             for ((key, entry), bytes) in run.iter().zip(bytes.chunks_exact_mut(BLOCK)) {
                 if !log.read(&self.file, *key, *entry, bytes)? {
                     backing.counts.add(Count::CorruptBlocks, 1);

@@ -131,11 +131,11 @@ fn no_thread_reads_an_older_version() {
         let cache = Memory::new(CACHE_LEN);
         let layout = Layout::with_log(CACHE_LEN as u64, log_blocks).expect("no layout");
         create_with(&cache, layout, [1; 16]).expect("no cache");
-        let distrust = Box::new(|| Ok(()));
+        let distrust = Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(()));
         let store = Store::open(cache, CACHE_LEN as u64, Trust::Cold, kind, distrust);
         let store = Arc::new(store.expect("no store"));
         let slow = Memory::new(BLOCKS as usize * BLOCK);
-        let options = Options { mode, cutoff: 0, is_in_use: false };
+        let options = Options::new(mode);
         let device = Cached::attach(store, slow, "slow", Trust::Cold, options).expect("no device");
         let newest: Vec<_> = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
         thread::scope(|scope| {

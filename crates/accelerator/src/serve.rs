@@ -129,7 +129,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let (fuse, slots) = (take(device.fuse_fd), take(device.slots_fd));
         let mode = named(&device.mode, parse_mode, "mode")?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
-        let options = Options { mode, cutoff: device.cutoff, is_in_use: device.is_in_use };
+        let options =
+            Options { cutoff: device.cutoff, is_in_use: device.is_in_use, ..Options::new(mode) };
         let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
         let cells = SharedCells::map(&take(device.counters_fd))?;
         let cached = Arc::new(cached.count_in(Counts::shared(Arc::new(cells))));
@@ -165,7 +166,7 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     let size = file.size();
     let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
     let place = plan.distrust.clone();
-    let distrust = Box::new(move || record_distrust(&place));
+    let distrust = Box::new(move |_: &[burgeon_accelerate::Dirty]| record_distrust(&place));
     let copy = file.descriptor()?;
     // It may have blocks that the slow device does not have: it is never gone round, either.
     if read_super(&file, size).is_ok_and(|head| head.layout.log_blocks != 0) {
@@ -187,7 +188,7 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
         Err(error) if plan.goes_round => {
             tracing::error!("the cache cannot be opened, and is gone round: {error}");
             record_distrust(&plan.distrust)?;
-            Store::failed(Disk::adopt(File::from(copy), &plan.cache)?)
+            Store::failed(Disk::adopt(File::from(copy), &plan.cache)?, Vec::new())
         }
         Err(error) => Err(Error::with_source(
             error.kind(),
@@ -271,7 +272,7 @@ impl Serving {
                 let device = self.device(&name)?;
                 let mode = mode.map(|mode| named(&mode, parse_mode, "mode")).transpose()?;
                 let policy = policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
-                mode.into_iter().for_each(|mode| device.set_mode(mode));
+                mode.map(|mode| device.set_mode(mode)).transpose()?;
                 policy.into_iter().for_each(|policy| self.store.set_policy(policy));
                 cutoff.into_iter().for_each(|cutoff| device.set_cutoff(cutoff));
                 Ok(self.status())

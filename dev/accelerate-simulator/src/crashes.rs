@@ -124,7 +124,8 @@ impl World {
 
     fn choose(&mut self, mode: Mode, kind: Kind) {
         for device in self.running.iter().flatten() {
-            device.set_mode(mode);
+            // It stays, if the power is off.
+            drop(device.set_mode(mode));
             device.store().set_policy(kind);
         }
     }

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    Cached, Cells, Counts, Limits, Mode, Options, Store, Trust, create_with,
+    Cached, Cells, Counts, Dirty, Limits, Mode, Options, Store, Trust, create_with,
     format::{LOG_MIN, Layout},
     policy::Kind,
 };
@@ -124,7 +124,7 @@ impl World {
         let cold = trust == Trust::Cold || self.distrusted.load(SeqCst);
         let trust = if cold { Trust::Cold } else { Trust::Warm };
         let (witness, power) = (self.distrusted.clone(), self.power.clone());
-        let distrust = Box::new(move || {
+        let distrust = Box::new(move |_: &[Dirty]| {
             if power.is_off() {
                 return Err(Error::new(ErrorKind::LocalIo, "simulated: the power is off"));
             }
@@ -145,14 +145,15 @@ impl World {
             }
             Err(_) if is_in_use => {
                 self.distrusted.store(true, SeqCst);
-                Arc::new(Store::failed(self.cache.clone()).map_err(|e| e.to_string())?)
+                Arc::new(Store::failed(self.cache.clone(), Vec::new()).map_err(|e| e.to_string())?)
             }
             Err(error) => return Err(format!("cannot open the cache: {error}")),
         };
         let mut devices = Vec::new();
         for ((slow, name), cells) in self.slow.iter().zip(NAMES).zip(&self.cells) {
             let (mode, _) = *self.rng.pick(&Mode::ALL);
-            let options = Options { mode, cutoff: 48 << 10, is_in_use };
+            let is_changed = self.distrusted.load(SeqCst);
+            let options = Options { cutoff: 48 << 10, is_in_use, is_changed, ..Options::new(mode) };
             match Cached::attach(store.clone(), slow.clone(), name, trust, options) {
                 Ok(device) => devices.push(device.count_in(Counts::shared(cells.clone()))),
                 Err(_) if self.power.is_off() => return Ok(()),
@@ -204,7 +205,8 @@ impl World {
             }
             178..181 => {
                 if let Some(devices) = &self.running {
-                    devices[number].set_mode(self.rng.pick(&Mode::ALL).0);
+                    // It stays, if the device cannot be read.
+                    drop(devices[number].set_mode(self.rng.pick(&Mode::ALL).0));
                     devices[number].store().set_policy(self.rng.pick(&Kind::ALL).0);
                 }
             }
@@ -242,6 +244,10 @@ impl World {
             let limits =
                 Limits { percent: self.rng.below(120) as u8, seconds: 10 + self.rng.below(100) };
             drop(devices[number].store().write_back_due(limits, self.clock));
+            if self.rng.below(6) == 0 {
+                let blocks = 1 + self.rng.below(20) as usize;
+                drop(devices[number].write_back(u64::MAX, blocks));
+            }
         }
     }
 

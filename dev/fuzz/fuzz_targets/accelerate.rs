@@ -89,9 +89,9 @@ fn read_super(how: u8, input: &[u8]) {
 }
 
 fn open(cache: &Memory, slow: &Memory) -> Result<Cached<Memory, Memory>> {
-    let distrust = Box::new(|| Ok(()));
+    let distrust = Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(()));
     let store = Store::open(cache.clone(), SIZE_MIN, Trust::Warm, Kind::Fifo, distrust)?;
-    let options = Options { mode: Mode::WriteBack, cutoff: 0, is_in_use: false };
+    let options = Options::new(Mode::WriteBack);
     Cached::attach(Arc::new(store), slow.clone(), "slow", Trust::Warm, options)
 }
 

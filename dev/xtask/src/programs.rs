@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 51] = [
+pub(crate) const QUICK: [&str; 52] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -26,6 +26,7 @@ pub(crate) const QUICK: [&str; 51] = [
     "folder",
     "hostile",
     "hosts",
+    "identities",
     "injected_bugs",
     "interleavings",
     "layers",
