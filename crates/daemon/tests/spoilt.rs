@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
 use burgeon_cache::{Domain, testing::MemoryStore};
-use burgeon_image::{AddressMap, builder, prepare};
+use burgeon_image::{AddressMap, Wanted, builder, prepare};
 use burgeon_source::{Access, Directory, Location, Objects, References, Store};
 use burgeon_volume::{CacheAccess, ChecksumFile, Limits, Volume};
 use testkit::{AlignedBlock, Fault, Proxy, Rng, WebServer};
@@ -43,7 +43,7 @@ impl Image {
         let report = builder::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
         let limits = burgeon_image::Limits::default();
-        prepare(&store, &digest, &made, 0, &limits, |_| {}, || {}).unwrap();
+        prepare(&store, &digest, &made, Wanted::default(), &limits, |_| {}, || {}).unwrap();
         let map = Arc::new(AddressMap::open(&made.join("map")).unwrap());
         let web = WebServer::nginx(store.root(), &folder.path().join("nginx")).unwrap();
         let mut image = Self { _folder: folder, web, map, data: Vec::new() };

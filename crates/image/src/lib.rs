@@ -36,9 +36,9 @@ pub use extents::{Content, Extent, ExtentMap, ExtentSource, ExtentWriter, Mappin
 pub use inspect::MapLine;
 pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;
-pub use own_file::open_own;
+pub use own_file::{open_own, remove_own, rename_own};
 pub use paths::Paths;
-pub use prepare::{prepare, prepare_map};
+pub use prepare::{Wanted, prepare, prepare_map};
 pub use profile::{
     PROFILE_MAX, Profile, ProfileRead, READS_MAX, list_profiles, load_profile, profile_object,
     publish_profile, remove_profile,

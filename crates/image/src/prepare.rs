@@ -5,12 +5,14 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
-use burgeon_btrfs::{Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed};
+use burgeon_btrfs::{
+    Body, Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed,
+};
 use bytes::Bytes;
 
 use rustix::fs::OFlags;
 
-use crate::{AddressMap, Limits, Manifest, catalog, open_own};
+use crate::{AddressMap, Limits, Manifest, catalog, invalid, open_own};
 
 /// Nodes in a sparse file, at their addresses.
 struct NodeFile {
@@ -32,6 +34,16 @@ impl NodeSink for NodeFile {
     }
 }
 
+/// What is wanted beside an image's own description.
+#[derive(Debug, Default)]
+pub struct Wanted {
+    /// Bytes of the virtual area; 0 for none.
+    pub virtual_bytes: u64,
+    /// The checksums of all blocks, of the manifest's kind, for an image whose description has none
+    /// ([`Manifest::lacks_checksums`]): the seed gets them. The map stays as it is.
+    pub checksums: Option<File>,
+}
+
 /// Creates the files a host needs to mount the image `digest`, in the existing `folder`:
 ///
 /// | file | content |
@@ -41,23 +53,23 @@ impl NodeSink for NodeFile {
 /// | `seed.info` | input of [`SeedInfo::from_bytes`] |
 /// | `map` | input of [`AddressMap::open`] |
 ///
-/// If `virtual_bytes` is above 0, the seed has a virtual area of that size. Calls `bounded` with
+/// The seed gets what is `wanted`. Calls `bounded` with
 /// the memory in bytes that preparation may take, before taking it, and `mapped` when `map`
 /// exists, before the seed, which takes longest.
 ///
 /// Replaces existing files. Neither durable nor atomic: the caller marks the folder as complete
 /// for this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold
-/// the tree; `Corrupt` if the written seed does not read back as valid; I/O errors.
+/// the tree, or `wanted` does not fit the image; `Corrupt` if the written seed does not read back as valid; I/O errors.
 pub fn prepare(
     store: &impl ObjectStore,
     digest: &Digest,
     folder: &Path,
-    virtual_bytes: u64,
+    wanted: Wanted,
     limits: &Limits,
     bounded: impl FnOnce(u64),
     mapped: impl FnOnce(),
 ) -> Result<SeedInfo> {
-    let (manifest, bytes) = load(store, digest, limits, bounded)?;
+    let (mut manifest, bytes) = load(store, digest, limits, bounded)?;
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.join(name);
         fs::write(&path, bytes)
@@ -67,9 +79,28 @@ pub fn prepare(
     drop(bytes);
     write("map", AddressMap::from_manifest(&manifest)?.bytes())?;
     mapped();
-    let info = write_template(&manifest, digest, folder.join("seed"), virtual_bytes)?;
+    if let Some(checksums) = &wanted.checksums {
+        add_checksums(&mut manifest, checksums)?;
+    }
+    let info = write_template(&manifest, digest, folder.join("seed"), wanted.virtual_bytes)?;
     write("seed.info", &info.to_bytes())?;
     Ok(info)
+}
+
+/// Gives the files of an image that lacks checksums those in `file`.
+fn add_checksums(manifest: &mut Manifest, file: &File) -> Result<()> {
+    let failed = |error| Error::io("cannot read the checksums of the image's blocks", error);
+    let len = file.metadata().map_err(failed)?.len();
+    if !manifest.lacks_checksums() || len != manifest.block_checksums.len() as u64 {
+        return Err(invalid("the checksums of blocks are not those of this image"));
+    }
+    file.read_exact_at(&mut manifest.block_checksums, 0).map_err(failed)?;
+    for inode in &mut manifest.tree.inodes {
+        if matches!(inode.body, Body::Extents { .. }) {
+            inode.nodatasum = false;
+        }
+    }
+    Ok(())
 }
 
 /// Creates only the file `map` in `folder`, durably: it suffices to read the image's data.

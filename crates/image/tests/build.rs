@@ -18,7 +18,7 @@ use burgeon_block::{
     ByteRange, Collecting, Digest, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
 };
 use burgeon_btrfs::Body;
-use burgeon_image::{INLINE_MAX, builder, catalog};
+use burgeon_image::{INLINE_MAX, Wanted, builder, catalog};
 use burgeon_source::{Objects, References};
 
 use common::*;
@@ -436,7 +436,15 @@ fn an_image_is_prepared_for_mounting() {
         assert!(has("map") && !has("seed"), "whoever needs the map alone need not wait");
         told += 1;
     };
-    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, |_| {}, on_map);
+    let info = burgeon_image::prepare(
+        &store,
+        &digest,
+        folder.path(),
+        Wanted::default(),
+        &limits,
+        |_| {},
+        on_map,
+    );
     let info = info.unwrap();
     assert_eq!(told, 1);
     let written = fs::read(folder.path().join("seed.info")).unwrap();

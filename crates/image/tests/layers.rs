@@ -5,17 +5,19 @@
 mod common;
 
 use std::{
+    fs,
     io::{Cursor, Read},
     sync::Mutex,
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
-    Limits, Manifest,
-    builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin},
+    Limits, Manifest, Wanted,
+    builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin, Report},
 };
 
 use burgeon_btrfs::FileExtent;
+use burgeon_source::Directory;
 use common::*;
 use testkit::Rng;
 
@@ -328,6 +330,17 @@ fn listed(path: &str, size: u64, parts: &[(u64, u32, u64)]) -> Listed {
 /// The image of a listed layer whose unpacked bytes are `bytes`, below an archive.
 fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest, Vec<u8>)> {
     let (_folder, store) = store();
+    let (report, data) = list_layers_in(&store, files, bytes, above)?;
+    Ok((load(&store, &report), data))
+}
+
+/// The same in `store`.
+fn list_layers_in(
+    store: &Directory,
+    files: &[Listed],
+    bytes: &[u8],
+    above: &[u8],
+) -> Result<(Report, Vec<u8>)> {
     let all = Layers::new(LayerLimits { unpacked: 40_000_000, ..LayerLimits::default() });
     let layers = vec![all.list(files, 0, &options())?, all.describe(above, 1, &options())?];
     let data = Mutex::default();
@@ -341,9 +354,8 @@ fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest
         *data.lock().unwrap() = object;
         ObjectId::new(format!("derived/{}", "0".repeat(64)))
     };
-    let report = builder::describe_layers(&store, "listed", layers, &options(), &object)?;
-    let manifest: Manifest = load(&store, &report);
-    Ok((manifest, data.into_inner().unwrap()))
+    let report = builder::describe_layers(store, "listed", layers, &options(), &object)?;
+    Ok((report, data.into_inner().unwrap()))
 }
 
 #[test]
@@ -384,6 +396,52 @@ fn a_listed_layer_is_placed_without_reading_it() {
     // The large file, gaps around sparse data, three of the small files, and the upper layer; no
     // removed files.
     assert!(data.len() < 2_000_000, "{}", data.len());
+}
+
+#[test]
+fn an_image_of_lists_gets_the_checksums_that_a_complete_copy_gives() {
+    let (folder, store) = store();
+    let bytes = Rng::new(4).bytes(200_000);
+    let files = [listed("file", 150_000, &[(0, 150_000, 1000)])];
+    let (report, mut data) = list_layers_in(&store, &files, &bytes, &archive(&[])).unwrap();
+    let manifest: Manifest = load(&store, &report);
+    data.resize(manifest.data_range().len() as usize, 0);
+    let sums: Vec<u8> = data
+        .chunks(4096)
+        .flat_map(|block| {
+            manifest.checksum.of(block).to_le_bytes()[..manifest.checksum.size()].to_vec()
+        })
+        .collect();
+    let path = folder.path().join("sums");
+    let prepare = |sums: Option<&[u8]>, digest: &Digest| {
+        let checksums = sums.map(|sums| {
+            fs::write(&path, sums).unwrap();
+            fs::File::open(&path).unwrap()
+        });
+        let wanted = Wanted { checksums, ..Wanted::default() };
+        let limits = burgeon_image::Limits::default();
+        burgeon_image::prepare(&store, digest, folder.path(), wanted, &limits, |_| {}, || {})
+    };
+    let seed_has = |sums: &[u8]| {
+        let seed = fs::read(folder.path().join("seed")).unwrap();
+        seed.windows(sums.len()).any(|window| window == sums)
+    };
+    let digest = report.image.digest().unwrap();
+    prepare(None, &digest).unwrap();
+    assert!(!seed_has(&sums[..64]));
+    prepare(Some(&sums), &digest).unwrap();
+    assert!(seed_has(&sums[..64]), "btrfs keeps the checksums of adjacent blocks together");
+    let map = burgeon_image::AddressMap::open(&folder.path().join("map")).unwrap();
+    assert!(map.lacks_checksums(), "the server goes on to verify chunks");
+
+    let refused = |sums: &[u8], digest: &Digest| prepare(Some(sums), digest).unwrap_err().kind();
+    assert_eq!(refused(&sums[1..], &digest), ErrorKind::Invalid);
+    assert_eq!(refused(&[&sums[..], &[0; 4]].concat(), &digest), ErrorKind::Invalid);
+    // One that has checksums keeps its own.
+    fs::create_dir(folder.path().join("tree")).unwrap();
+    fs::write(folder.path().join("tree/file"), &bytes).unwrap();
+    let other = from_directory(&store, "other", &folder.path().join("tree"));
+    assert_eq!(refused(&sums, &other.image.digest().unwrap()), ErrorKind::Invalid);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectKind, ObjectStore, Result};
-use burgeon_image::{AddressMap, Limits};
+use burgeon_image::{AddressMap, Limits, Wanted};
 use burgeon_source::{Access, Location, Store};
 
 use crate::{
@@ -170,7 +170,8 @@ fn prepare_here(
     for file in KEPT.iter().chain(&["ready.json"]) {
         files::remove_file(&folder.join(file))?;
     }
-    burgeon_image::prepare(&open, &digest, folder, virtual_bytes, &limits, bound_memory, || {
+    let wanted = Wanted { virtual_bytes, ..Wanted::default() };
+    burgeon_image::prepare(&open, &digest, folder, wanted, &limits, bound_memory, || {
         println!("{MAPPED}")
     })?;
     let ready = ready.with_files(folder);
