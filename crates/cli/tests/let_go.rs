@@ -4,16 +4,23 @@
 
 use std::{
     fs,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{Command, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::Duration,
 };
 
-use rustix::mount::{UnmountFlags, unmount};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, wait_until};
+use rustix::{
+    fs::{SeekFrom, seek},
+    io::Errno,
+    mount::{UnmountFlags, unmount},
+};
+use serde_json::{Value, json};
+use testkit::{
+    Burgeon, Estargz, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const FILES: u64 = 12;
@@ -56,6 +63,12 @@ fn states(burgeon: &Burgeon) -> Vec<String> {
     let status = burgeon.status();
     let mounts = status["mounts"].as_array().unwrap().iter();
     mounts.map(|mount| mount["state"].as_str().unwrap().to_owned()).collect()
+}
+
+/// The plain files of mounts.
+fn plain_files(burgeon: &Burgeon) -> Vec<PathBuf> {
+    let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap().flatten();
+    folders.map(|folder| folder.path().join("plain")).filter(|path| path.exists()).collect()
 }
 
 fn folders_of_mounts(burgeon: &Burgeon) -> usize {
@@ -234,5 +247,152 @@ fn a_mount_that_cannot_be_let_go_stays_as_it_is() {
     let mounted = set.burgeon.mount("image", &set.at, &area);
     set.burgeon.fails(&["let-go", at], 5, "virtual area");
     still_served(&mounted);
+    set.burgeon.umount(mounted);
+}
+
+/// An image of which only the table of contents is known, and its files.
+struct Listed {
+    burgeon: Burgeon,
+    tree: PathBuf,
+    source: String,
+    at: PathBuf,
+}
+
+impl Listed {
+    fn set_up(space: &Space) -> Self {
+        let tree = space.make_folder("tree");
+        for number in 0..FILES {
+            let bytes = Rng::new(number).bytes(FILE_LEN / 8);
+            fs::write(tree.join(format!("f{number}")), bytes).unwrap();
+        }
+        let mut tar = Command::new("tar");
+        let tar = tar.args(["--format=pax", "-c", "-C"]).arg(&tree).arg(".").output().unwrap();
+        let layer = Estargz::new(&tar.stdout, 1 << 18, |_| ()).unwrap();
+        let gzip = "application/vnd.oci.image.layer.v1.tar+gzip";
+        let annotate = |manifest: &mut Value| {
+            let digest = json!({ "containerd.io/snapshot/stargz/toc.digest": layer.digest });
+            manifest["layers"][0]["annotations"] = digest;
+        };
+        let layout = space.path("layout");
+        OciLayout::by_hand(&layout, None, &[(gzip, layer.blob.clone())], annotate).unwrap();
+        let source = format!("oci-layout:{}", layout.display());
+        Self { burgeon: Burgeon::new(PROGRAM, space), tree, source, at: space.path("at") }
+    }
+
+    fn mount(&self, at: &Path, options: &[&str]) -> Mounted {
+        self.burgeon.mount(&self.source, at, options)
+    }
+
+    /// Makes the image complete: its next mount begins with the plain file.
+    fn complete(&self) {
+        let mounted = self.mount(&self.at, &WRITABLE);
+        let said = self.burgeon.ok(&["let-go", self.at.to_str().unwrap()]);
+        assert!(said.contains("is served on") && said.contains("the next mount"), "{said}");
+        assert_eq!(states(&self.burgeon), ["serving"]);
+        assert_same(&self.tree, &self.at);
+        self.burgeon.umount(mounted);
+    }
+}
+
+#[test]
+fn a_complete_image_of_a_table_of_contents_gets_checksums() {
+    let space = Space::new("let-go-sums");
+    let set = Listed::set_up(&space);
+    set.complete();
+    let mounted = set.mount(&set.at, &FUSE);
+    assert_eq!(states(&set.burgeon), ["let go"]);
+    assert_same(&set.tree, &set.at);
+    // A wrong byte on the disk is an error in its block, and no other byte.
+    let [plain] = &plain_files(&set.burgeon)[..] else { panic!("one plain file") };
+    let file = fs::File::options().read(true).write(true).open(plain).unwrap();
+    let data = seek(&file, SeekFrom::Data(1 << 40)).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, data + 100).unwrap();
+    file.write_all_at(&[!byte[0]], data + 100).unwrap();
+    file.sync_all().unwrap();
+    drop_caches();
+    let failed: Vec<_> = (0..FILES)
+        .filter_map(|number| fs::read(set.at.join(format!("f{number}"))).err())
+        .map(|error| error.raw_os_error())
+        .collect();
+    assert_eq!(failed, [Some(Errno::IO.raw_os_error())]);
+    file.write_all_at(&byte, data + 100).unwrap();
+    file.sync_all().unwrap();
+    assert_same(&set.tree, &set.at);
+    set.burgeon.umount(mounted);
+
+    // Without that file the image is served again, and keeps its checksums.
+    let list: Value = serde_json::from_str(&set.burgeon.ok(&["list", "--json"])).unwrap();
+    let names = list["images"].as_array().unwrap().iter().map(|image| image["name"].as_str());
+    let name = names.flatten().find(|name| name.ends_with("/contents")).unwrap();
+    let mounted = set.mount(&set.at, &FUSE);
+    let other = set.mount(&space.path("other"), &FUSE);
+    set.burgeon.umount(mounted);
+    set.burgeon.ok(&["cache", "drop", name]);
+    let mounted = set.mount(&set.at, &FUSE);
+    assert_eq!(states(&set.burgeon), ["serving", "serving"]);
+    assert_same(&set.tree, &set.at);
+    set.burgeon.umount(mounted);
+    set.burgeon.umount(other);
+}
+
+#[test]
+fn a_mount_begins_with_the_plain_file_of_its_image() {
+    let space = Space::new("let-go-start");
+    let set = Listed::set_up(&space);
+    // Its seed has no checksums, so the kernel could not verify a plain file below it.
+    let kept = ["--transport", "fuse", "--writes", "kept", "--write-limit", "300M"];
+    let mounted = set.mount(&set.at, &kept);
+    fs::write(set.at.join("own"), b"own").unwrap();
+    set.burgeon.umount(mounted);
+    set.complete();
+    let mounted = set.mount(&set.at, &kept);
+    assert_eq!(states(&set.burgeon), ["serving"]);
+    assert_eq!(fs::read(set.at.join("own")).unwrap(), b"own");
+    set.burgeon.umount(mounted);
+
+    // Of two mounts at once one has the file; the other is served.
+    let mounted = set.mount(&set.at, &WRITABLE);
+    let other = set.mount(&space.path("other"), &FUSE);
+    let mut both = states(&set.burgeon);
+    both.sort();
+    assert_eq!(both, ["let go", "serving"]);
+    assert_same(&set.tree, other.path());
+    set.burgeon.umount(other);
+    let [plain] = &plain_files(&set.burgeon)[..] else { panic!("one plain file") };
+    // Nobody has to grow its writes.
+    let sprout = plain.with_file_name("sprout").metadata().unwrap();
+    assert!(sprout.blocks() * 512 >= 600 << 20, "{} blocks", sprout.blocks());
+    set.burgeon.kill_daemon();
+    assert_same(&set.tree, &set.at);
+    fs::write(set.at.join("own"), b"written without a process").unwrap();
+    unmount(&set.at, UnmountFlags::empty()).unwrap();
+    std::mem::forget(mounted);
+
+    // The next daemon gives the file back to the image, and so does each umount.
+    for options in [&[&FUSE[..], &["--read-only"]].concat()[..], &WRITABLE, &FUSE] {
+        let mounted = set.mount(&set.at, options);
+        let settled = || folders_of_mounts(&set.burgeon) == 1;
+        assert!(wait_until(PATIENCE, settled));
+        assert_eq!(states(&set.burgeon), ["let go"], "{options:?}");
+        assert_same(&set.tree, &set.at);
+        set.burgeon.umount(mounted);
+        assert_eq!(folders_of_mounts(&set.burgeon), 0);
+    }
+}
+
+#[test]
+fn a_plain_file_that_is_cut_off_is_not_filled_up_with_zeros() {
+    let space = Space::new("let-go-short");
+    let set = Listed::set_up(&space);
+    set.complete();
+    let images = fs::read_dir(set.burgeon.state().join("images")).unwrap().flatten();
+    let plain = images.map(|image| image.path().join("complete/summed")).find(|path| path.exists());
+    let file = fs::File::options().write(true).open(plain.unwrap()).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
+    drop(file);
+    let mounted = set.mount(&set.at, &FUSE);
+    assert_eq!(states(&set.burgeon), ["serving"]);
+    assert_same(&set.tree, &set.at);
     set.burgeon.umount(mounted);
 }

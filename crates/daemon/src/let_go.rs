@@ -3,19 +3,22 @@
 //!
 //! ```text
 //!   room in the cache's disk ─► threads: read the mount's data device, write ─► sync ─► rename
-//!                               (superblocks, lazy data: fetched and verified       mounts/<id>/plain
-//!                                by the server; zeros elsewhere)                       │
-//!   supervisor: reserve the sprout, freeze, exchange the file, thaw  ◄── LetGo ────────┘
+//!                               (superblocks, lazy data: fetched and verified           │
+//!                                by the server; zeros elsewhere)                        │
+//!   mounts/<id>/plain  ◄── its device can be exchanged ─────────────────────────────────┤
+//!   supervisor: sprout reserved before the copy; freeze, exchange the file, thaw        │
+//!   images/<digest>/complete/plain, sums  ◄── it cannot, or btrfs knows no checksums ───┘
+//!   the next mount of the image begins with it
 //! ```
 //!
 //! The copy is made by the command, so the supervisor never waits for a store. One command at a
-//! time copies for a mount; a copy that was interrupted is begun again.
+//! time copies to a file; a copy that was interrupted is begun again.
 
 use std::{
     fs::File,
-    io::{Seek, SeekFrom},
+    io::{self, Seek, SeekFrom},
     os::unix::fs::{FileExt, OpenOptionsExt},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -23,10 +26,10 @@ use std::{
     thread,
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Pages, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Error, ErrorKind, Pages, Result};
 use burgeon_btrfs::{DeviceNo, superblock_offsets};
-use burgeon_image::AddressMap;
-use rustix::fs::{Advice, FlockOperation, OFlags, fadvise, flock};
+use burgeon_image::{AddressMap, rename_own};
+use rustix::fs::{Advice, FlockOperation, OFlags, RenameFlags, fadvise, flock};
 
 use crate::{
     id::MountId,
@@ -35,10 +38,11 @@ use crate::{
         protocol::{CacheRequest, Reply, Request},
     },
     state::{
-        files,
+        complete,
+        files::{self, Lock},
         paths::StateDir,
         prepared::read_info,
-        record::{WritesState, read_record},
+        record::{MountRecord, Plain, WritesState, read_record},
     },
 };
 
@@ -47,43 +51,138 @@ const PIECE: u64 = 1 << 20;
 /// Reads at the same time: the server fetches for each of them.
 const THREADS: usize = 8;
 
-/// Lets mount `id` go; calls `progress` with the bytes that are copied.
+/// Lets mount `id` go; calls `progress` with the bytes that are copied. If only the next mount of
+/// the image can have the copy, returns the reason.
 pub fn let_go(
     state: &StateDir,
     client: &Client,
     id: MountId,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<()> {
+) -> Result<Option<String>> {
     let record = read_record(state, id)?;
     if record.plain {
-        return Ok(());
+        return Ok(None);
     }
-    record.check_let_go()?;
+    record.check_copy()?;
     let map = AddressMap::open(&record.attach.seed.join("map"))?;
-    if map.lacks_checksums() {
-        let what = "the kernel could not verify a copy of it: only the table of contents of this \
-                    image is known, which has no checksum of each block. Once all of its data is \
-                    local, the next mount has them";
-        return Err(Error::new(ErrorKind::Unavailable, what));
-    }
-    let Some(device) = &record.data_device else {
-        let what = "the mount is not finished: try again";
-        return Err(Error::new(ErrorKind::Unavailable, what));
+    let begin = |reserve| match client.call(&Request::BeginLetGo { id, reserve })? {
+        (Reply::LetGo { later }, _) => Ok(later),
+        _ => Err(unexpected()),
     };
+    let later = match map.lacks_checksums() {
+        true => Some(NO_CHECKSUMS.to_owned()),
+        false => begin(false)?,
+    };
+    if later.is_some() {
+        keep_for_next(state, client, &record, &map, progress)?;
+        return Ok(later);
+    }
     let writes = match &record.writes {
         WritesState::Sprout(sprout) if sprout.thin => sprout.limit.saturating_sub(sprout.reserved),
         _ => 0,
     };
     make_room(client, map.data_range().len(), writes)?;
-    let info = read_info(&record.attach.seed)?;
-    let from = open_device(device, info.data_device_size())?;
-    let superblocks = superblock_offsets(&info, DeviceNo::Data).iter();
-    let superblocks = superblocks.filter_map(|at| ByteRange::at(*at, BLOCK_SIZE));
-    copy(state, id, &from, superblocks.chain(pieces(map.data_range())), progress)?;
+    // First, because a copy takes long: this fails if the writes' space is not there.
+    begin(true)?;
+    let (from, superblocks) = data_device(&record)?;
+    let path = state.plain_file(id);
+    copy(&path, &from, superblocks.into_iter().chain(pieces(map.data_range())), None, progress)?;
     match client.call(&Request::LetGo { id })? {
-        (Reply::Done, _) => Ok(()),
+        (Reply::Done, _) => Ok(None),
         _ => Err(unexpected()),
     }
+}
+
+const NO_CHECKSUMS: &str = "btrfs has no checksums of this mount's files, because only the tables of contents of its image \
+     were known; the next mount has them";
+
+/// Copies the data of the mount to its image, for the next mount.
+fn keep_for_next(
+    state: &StateDir,
+    client: &Client,
+    record: &MountRecord,
+    map: &AddressMap,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<()> {
+    let image = record.digest.0;
+    if complete::is_here(state, &image) {
+        return Ok(());
+    }
+    make_room(client, map.data_range().len(), 0)?;
+    let folder = complete::folder(state, &image);
+    files::make_folder(&folder)?;
+    let _lock = Lock::try_take(&folder.join("copy.lock"))?.ok_or_else(another)?;
+    let (from, _) = data_device(record)?;
+    let (plain, sums) = match map.lacks_checksums() {
+        true => (Plain::Summed, Some(Sums::create(complete::sums(state, &image), map)?)),
+        false => (Plain::Described, None),
+    };
+    let path = plain.path(state, &image);
+    copy(&path, &from, pieces(map.data_range()), sums.as_ref(), progress)
+}
+
+/// The mount's data device, and the places of its superblocks.
+fn data_device(record: &MountRecord) -> Result<(Device, Vec<ByteRange>)> {
+    let Some(device) = &record.data_device else {
+        let what = "the mount is not finished: try again";
+        return Err(Error::new(ErrorKind::Unavailable, what));
+    };
+    let info = read_info(&record.attach.seed)?;
+    let superblocks = superblock_offsets(&info, DeviceNo::Data).iter();
+    let superblocks = superblocks.filter_map(|at| ByteRange::at(*at, BLOCK_SIZE)).collect();
+    Ok((open_device(device, info.data_device_size())?, superblocks))
+}
+
+fn another() -> Error {
+    let what = "another `burgeon let-go` copies the same data: wait for it";
+    Error::new(ErrorKind::Unavailable, what)
+}
+
+/// The checksums of all blocks of an image, in a new file.
+struct Sums {
+    file: File,
+    path: PathBuf,
+    start: u64,
+    kind: ChecksumKind,
+}
+
+impl Sums {
+    fn create(path: PathBuf, map: &AddressMap) -> Result<Self> {
+        let (data, kind) = (map.data_range(), map.checksum_kind());
+        let new = path.with_extension("new");
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        let made = files::open(&new, &mut options).and_then(|file| {
+            file.set_len(data.len() / BLOCK_SIZE * kind.size() as u64).map(|()| file)
+        });
+        let failed = |e| Error::io(format!("cannot make {}", new.display()), e);
+        Ok(Self { file: made.map_err(failed)?, path, start: data.start(), kind })
+    }
+
+    /// Adds those of the blocks of `piece`.
+    fn add(&self, piece: ByteRange, bytes: &[u8]) -> Result<()> {
+        let size = self.kind.size();
+        let mut sums = Vec::with_capacity(bytes.len() / BLOCK_SIZE as usize * size);
+        for block in bytes.chunks(BLOCK_SIZE as usize) {
+            sums.extend_from_slice(&self.kind.of(block).to_le_bytes()[..size]);
+        }
+        let at = (piece.start() - self.start) / BLOCK_SIZE * size as u64;
+        let failed = |e| Error::io("cannot write the checksums of the mount's data", e);
+        self.file.write_all_at(&sums, at).map_err(failed)
+    }
+
+    /// All are there.
+    fn publish(&self) -> Result<()> {
+        let new = self.path.with_extension("new");
+        let published = self.file.sync_all().and_then(|()| publish_own(&new, &self.path));
+        published.map_err(|e| Error::io(format!("cannot write {}", self.path.display()), e))?;
+        files::sync_parent(&self.path)
+    }
+}
+
+/// Less privileged processes can write to these folders, so no symlink is followed.
+fn publish_own(new: &Path, path: &Path) -> io::Result<()> {
+    rename_own(new, path, RenameFlags::empty())
 }
 
 fn unexpected() -> Error {
@@ -120,15 +219,14 @@ fn make_room(client: &Client, data: u64, writes: u64) -> Result<()> {
     Err(Error::new(ErrorKind::NoSpace, what))
 }
 
-/// Copies the mount's data device to the mount's plain file.
+/// Copies `pieces` of the mount's data device to the file `path`, and their checksums to `sums`.
 fn copy(
-    state: &StateDir,
-    id: MountId,
+    path: &Path,
     from: &Device,
     pieces: impl Iterator<Item = ByteRange> + Send,
+    sums: Option<&Sums>,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<()> {
-    let path = state.plain_file(id);
     let new = path.with_extension("new");
     let failed = |e| Error::io(format!("cannot copy the mount's data to {}", new.display()), e);
     let mut options = File::options();
@@ -136,10 +234,7 @@ fn copy(
     let file = files::open(&new, &mut options).map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            let what = "another `burgeon let-go` copies the data of this mount: wait for it";
-            return Err(Error::new(ErrorKind::Unavailable, what));
-        }
+        Err(rustix::io::Errno::WOULDBLOCK) => return Err(another()),
         Err(e) => return Err(failed(e.into())),
     }
     file.set_len(0).and_then(|()| file.set_len(from.size)).map_err(|e| {
@@ -151,12 +246,15 @@ fn copy(
         );
         Error::io(what, e)
     })?;
-    copy_pieces(from, &file, pieces, progress).inspect_err(|_| drop(files::remove_file(&new)))?;
+    copy_pieces(from, (&file, sums), pieces, progress)
+        .inspect_err(|_| drop(files::remove_file(&new)))?;
     file.sync_all().map_err(failed)?;
     // It is read through the loop device from now on, directly.
     let _ = fadvise(&file, 0, None, Advice::DontNeed);
-    std::fs::rename(&new, &path).map_err(failed)?;
-    files::sync_parent(&path)
+    // The file is of use only with its checksums.
+    sums.map_or(Ok(()), Sums::publish)?;
+    publish_own(&new, path).map_err(failed)?;
+    files::sync_parent(path)
 }
 
 /// The data device of a mount.
@@ -192,7 +290,7 @@ fn pieces(range: ByteRange) -> impl Iterator<Item = ByteRange> + Send {
 
 fn copy_pieces(
     from: &Device,
-    to: &File,
+    to: (&File, Option<&Sums>),
     pieces: impl Iterator<Item = ByteRange> + Send,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<()> {
@@ -225,7 +323,12 @@ fn no_memory() -> Error {
     Error::new(ErrorKind::LocalIo, "no memory for copying the mount's data")
 }
 
-fn copy_piece(from: &Device, to: &File, piece: ByteRange, bytes: &mut [u8]) -> Result<()> {
+fn copy_piece(
+    from: &Device,
+    (to, sums): (&File, Option<&Sums>),
+    piece: ByteRange,
+    bytes: &mut [u8],
+) -> Result<()> {
     from.file.read_exact_at(bytes, piece.start()).map_err(|e| {
         let what = format!(
             "cannot read {piece} of {}: `burgeon status` shows the store's last error",
@@ -233,6 +336,7 @@ fn copy_piece(from: &Device, to: &File, piece: ByteRange, bytes: &mut [u8]) -> R
         );
         Error::io(what, e)
     })?;
+    sums.map_or(Ok(()), |sums| sums.add(piece, bytes))?;
     if bytes.iter().all(|byte| *byte == 0) {
         return Ok(());
     }

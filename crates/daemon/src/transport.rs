@@ -10,7 +10,8 @@
 //! A ublk device carries the id of its mount, so that its owner can be identified without any file.
 
 use std::{
-    os::fd::{BorrowedFd, OwnedFd},
+    fs::File,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -31,6 +32,9 @@ use crate::{
 /// The upper half of the owner number of our ublk devices; the lower half is the mount's id.
 const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
 
+/// The name of a mount over a plain file, shown to users.
+pub(crate) const PLAIN: &str = "file + loop";
+
 /// The requested transport.
 #[derive(Clone, Copy)]
 pub(crate) struct TransportOptions {
@@ -43,6 +47,8 @@ pub(crate) struct TransportOptions {
 pub(crate) enum Channel {
     Fuse(Connection, Transport),
     Ublk(u32),
+    /// All data is in this file: nothing is served.
+    Plain(File),
 }
 
 impl Channel {
@@ -79,13 +85,16 @@ impl Channel {
         match self {
             Self::Fuse(_, transport) => *transport,
             Self::Ublk(number) => Transport::Ublk { number: *number },
+            Self::Plain(_) => Transport::default(),
         }
     }
 
-    /// The detached mount of the FUSE file, if there is one.
-    pub(crate) fn fuse_mount(&self) -> Option<BorrowedFd<'_>> {
+    /// The descriptor that leads to the lazy data: the detached mount of the FUSE file, or the plain
+    /// file.
+    pub(crate) fn data(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Fuse(connection, _) => Some(connection.mount()),
+            Self::Plain(file) => Some(file.as_fd()),
             Self::Ublk(_) => None,
         }
     }
@@ -95,9 +104,23 @@ impl Channel {
         let aborted = match self {
             Self::Fuse(connection, _) => connection.number().and_then(Connection::abort),
             Self::Ublk(number) => Control::open().and_then(|mut control| control.stop(*number)),
+            Self::Plain(_) => Ok(()),
         };
         if let Err(e) = aborted {
             tracing::error!(error = %e, "processes that wait for the server may hang");
+        }
+    }
+
+    /// True if nothing is served.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self, Self::Plain(_))
+    }
+
+    /// The name shown to users.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Plain(_) => PLAIN,
+            _ => self.transport().name(),
         }
     }
 

@@ -12,15 +12,43 @@ use crate::{
     progress::Progress,
 };
 
+/// A mount that was let go.
+pub(super) struct LetGone {
+    /// Bytes of its data.
+    bytes: u64,
+    /// The reason why only the next mount of its image has the plain file.
+    later: Option<String>,
+}
+
+impl LetGone {
+    pub(super) fn to_json(&self, path: &Path) -> serde_json::Value {
+        json!({ "path": path, "bytes": self.bytes, "at_next_mount": self.later })
+    }
+
+    pub(super) fn describe(&self, path: &Path) {
+        let (path, bytes) = (path.display(), bytes(self.bytes));
+        match &self.later {
+            None => println!(
+                "let {path} go: its {bytes} are in a plain file, and no process of Burgeon is \
+                 needed for it"
+            ),
+            Some(why) => println!(
+                "{path} is served on: {why}. Its {bytes} are in a plain file, and the next mount of \
+                 the image needs no process of Burgeon: unmount this one and mount the image again"
+            ),
+        }
+    }
+}
+
 pub(super) fn let_go(context: &Context, args: &data_args::LetGo) -> Result<ExitCode> {
     need_mount_privilege("let-go")?;
     let mut done = Vec::new();
     for path in &args.paths {
-        let copied = of_mount(context, path)?;
+        let gone = of_mount(context, path)?;
         if !context.json {
-            describe(path, copied);
+            gone.describe(path);
         }
-        done.push(json!({ "path": path, "bytes": copied }));
+        done.push(gone.to_json(path));
     }
     if context.json {
         output::print_json(&json!({ "let_go": done }))?;
@@ -28,23 +56,15 @@ pub(super) fn let_go(context: &Context, args: &data_args::LetGo) -> Result<ExitC
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lets the mount at `path` go; returns the bytes of its data.
-pub(super) fn of_mount(context: &Context, path: &Path) -> Result<u64> {
+/// Lets the mount at `path` go.
+pub(super) fn of_mount(context: &Context, path: &Path) -> Result<LetGone> {
     let failed = || format!("cannot let {} go", path.display());
     let there = std::fs::canonicalize(path).with_context(failed)?;
     let (client, mount) = mount_of(context, &there, path)?;
     let progress = Progress::new("let-go");
     let update = |done: u64| progress.update(done, Some(mount.data_bytes));
-    burgeon_daemon::let_go::let_go(&context.state, &client, mount.id, &update)
+    let later = burgeon_daemon::let_go::let_go(&context.state, &client, mount.id, &update)
         .with_context(failed)?;
     progress.finish();
-    Ok(mount.data_bytes)
-}
-
-pub(super) fn describe(path: &Path, copied: u64) {
-    println!(
-        "let {} go: its {} are in a plain file, and no process of Burgeon is needed for it",
-        path.display(),
-        bytes(copied)
-    );
+    Ok(LetGone { bytes: mount.data_bytes, later })
 }

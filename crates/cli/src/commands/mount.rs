@@ -85,10 +85,12 @@ fn make(context: &Context, args: args::Mount) -> Result<serde_json::Value> {
         describe(&mounted, &target, ms, wanted);
     }
     if is_let_go {
-        let bytes = let_go::of_mount(context, &target)?;
-        if !context.json {
-            let_go::describe(&target, bytes);
+        let gone = let_go::of_mount(context, &target)?;
+        if context.json {
+            let let_go = gone.to_json(&target);
+            return Ok(json!({ "mount": mounted, "target": target, "ms": ms, "let_go": let_go }));
         }
+        gone.describe(&target);
     }
     Ok(json!({ "mount": mounted, "target": target, "ms": ms }))
 }

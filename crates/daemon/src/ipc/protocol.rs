@@ -83,6 +83,13 @@ pub enum Request {
     Status,
     /// Do something with the host's cache: answered by [`Reply::Cache`].
     Cache(CacheRequest),
+    /// Ask how the mount can be let go: answered by [`Reply::LetGo`].
+    BeginLetGo {
+        /// The mount.
+        id: MountId,
+        /// Reserve all that its writes may still take, if it can be let go at once.
+        reserve: bool,
+    },
     /// Put the plain file, which the client has made (`crate::let_go`), below the mount: no process
     /// of ours is needed for it any more.
     LetGo {
@@ -413,6 +420,12 @@ pub enum Reply {
     Status(Box<Status>),
     /// The request about the host's cache is done.
     Cache(CacheAnswer),
+    /// How a mount can be let go.
+    LetGo {
+        /// The reason why only the next mount of the image can have the plain file; none if this
+        /// one can.
+        later: Option<String>,
+    },
     /// The last reads that had to wait.
     Waits {
         /// The oldest first; earlier ones may have been forgotten.

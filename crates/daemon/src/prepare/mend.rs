@@ -14,7 +14,7 @@ use burgeon_source::{Access, Location};
 
 use super::process::{PreparedFiles, run_process};
 use crate::state::{
-    access,
+    access, complete,
     files::{self, Lock, make_folder},
     paths::StateDir,
     prepared::{KEPT, digest_file, keep_file, len_of, read_info},
@@ -70,12 +70,17 @@ pub(crate) fn mend_kept(
     if record.virtual_bytes > 0 {
         image.push(format!("virtual-{}", record.virtual_bytes));
     }
+    let mut images = vec![image];
+    if record.virtual_bytes == 0 && complete::has_sums(state, &record.manifest.0) {
+        images.push(complete::folder(state, &record.manifest.0));
+    }
     // The digests find damage that the first attempt misses: changed bytes of the template.
     let virtual_bytes = record.virtual_bytes;
-    for needed in [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }] {
-        prepare_in(&image, store, access, &record.manifest.0, needed)?;
-        if is_base(&image, record)? {
-            KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
+    let ways = [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }];
+    for (image, needed) in images.iter().flat_map(|image| ways.map(|way| (image, way))) {
+        prepare_in(image, store, access, &record.manifest.0, needed)?;
+        if is_base(image, record)? {
+            KEPT.iter().try_for_each(|file| keep_file(image, &folder, file))?;
             files::sync_parent(&folder.join("map"))?;
             return Ok(true);
         }

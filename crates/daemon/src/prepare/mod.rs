@@ -22,6 +22,7 @@ pub(crate) use self::mend::{mend, mend_kept};
 pub use self::process::prepare_process;
 use self::process::{PreparedFiles, run_process};
 use crate::state::{
+    complete,
     files::{self, Lock, make_folder},
     paths::StateDir,
     prepared::{Prepared, is_complete, is_ready, keep_file, take_doubt},
@@ -69,6 +70,39 @@ pub(crate) fn prepare(
         mapped(&folder.join("map"));
     }
     Ok(Prepared { folder, digest })
+}
+
+/// The same image prepared with the checksums of a complete copy of its data, if there are any;
+/// `base` without.
+pub(crate) fn with_sums(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    base: Prepared,
+) -> Prepared {
+    if !complete::has_sums(state, &base.digest) {
+        return base;
+    }
+    let folder = complete::folder(state, &base.digest);
+    if take_doubt(&folder) {
+        let mended = PreparedFiles::Mended { virtual_bytes: 0 };
+        check_again(store, access, &base.digest, &folder, mended);
+    }
+    let wanted = PreparedFiles::Seed { virtual_bytes: 0 };
+    let prepare = || {
+        let _lock = Lock::take(&folder.join("lock"))?;
+        match is_ready(&folder, store) {
+            true => Ok(()),
+            false => run_process(store, access, &base.digest, &folder, wanted, || {}),
+        }
+    };
+    match prepare() {
+        Ok(()) => Prepared { folder, ..base },
+        Err(error) => {
+            tracing::warn!(%error, "the mount has no checksums in btrfs");
+            base
+        }
+    }
 }
 
 /// Has the files of a doubted folder checked, and made again if they are damaged. If the image's

@@ -2,6 +2,7 @@
 
 use std::{
     ffi::OsString,
+    fs::File,
     io::{self, BufRead, BufReader, Read},
     path::Path,
     process::{ExitCode, Stdio},
@@ -16,6 +17,7 @@ use crate::{
     ipc::protocol::Failure,
     roles,
     state::{
+        complete::SUMS,
         files,
         prepared::{KEPT, Ready, len_of, read_info},
     },
@@ -170,12 +172,22 @@ fn prepare_here(
     for file in KEPT.iter().chain(&["ready.json"]) {
         files::remove_file(&folder.join(file))?;
     }
-    let wanted = Wanted { virtual_bytes, ..Wanted::default() };
+    let wanted = Wanted { virtual_bytes, checksums: checksums_in(folder)? };
     burgeon_image::prepare(&open, &digest, folder, wanted, &limits, bound_memory, || {
         println!("{MAPPED}")
     })?;
     let ready = ready.with_files(folder);
     files::publish_json(&folder.join("ready.json"), &ready)
+}
+
+/// The checksums of a complete copy of the image's data, if the folder is that of one.
+fn checksums_in(folder: &Path) -> Result<Option<File>> {
+    let path = folder.join(SUMS);
+    match files::open(&path, File::options().read(true)) {
+        Ok(file) => Ok(Some(file)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(format!("cannot open {}", path.display()), e)),
+    }
 }
 
 /// True if an image can be mounted from `folder`, and the mount be served. Checked in a process of

@@ -42,9 +42,11 @@ pub fn sweep(
     Ok((images, bytes))
 }
 
-/// Bytes allocated to the files of a folder.
+/// Bytes allocated to the files of a folder and of those in it.
 fn allocated(folder: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
-    let files = fs::read_dir(folder).into_iter().flatten().flatten();
-    files.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
+    let of = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    let bytes = |file: fs::DirEntry| file.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+    let inner = of(folder).flat_map(|entry| of(&entry.path())).map(bytes).sum::<u64>();
+    of(folder).map(bytes).sum::<u64>() + inner
 }

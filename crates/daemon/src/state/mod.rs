@@ -10,6 +10,7 @@ pub(crate) mod attributes;
 pub(crate) mod built;
 pub(crate) mod cache;
 pub(crate) mod checksums;
+pub(crate) mod complete;
 pub(crate) mod directory_identity;
 pub(crate) mod files;
 pub(crate) mod gc;

@@ -4,6 +4,7 @@
 //!   store/                     the local store, unless --store names another
 //!   images/<digest>/           seed, seed.info, map, manifest,   made from the store, may be lost
 //!                              checksums
+//!   images/<digest>/complete/  plain, sums, seed …               all of its data, may be lost
 //!   cache/                     chunks of all images              may be lost
 //!   cache.json                 its limits, as the user set them
 //!   built/<digest>             record that this host built the image from its own files

@@ -19,7 +19,6 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::system,
     id::{DigestText, Fsid, MountId},
     state::{attributes::MountAttributes, files, paths::StateDir},
 };
@@ -58,6 +57,9 @@ pub(crate) struct MountRecord {
     /// Its lazy data lies in the plain file of its folder, and no process of ours is needed.
     #[serde(default)]
     pub(crate) plain: bool,
+    /// That file is its image's, and goes back to it (`complete.rs`).
+    #[serde(default)]
+    pub(crate) plain_of_image: Option<Plain>,
 }
 
 impl MountRecord {
@@ -72,20 +74,34 @@ impl MountRecord {
 
 impl MountRecord {
     /// `Unavailable`, with the reason, if its data cannot become a plain file.
-    pub(crate) fn check_let_go(&self) -> Result<()> {
-        let what = if !system::can_exchange() {
-            "this kernel would shut the file system down (Linux 6.19 and later); the mount is \
-             served on"
-        } else if self.attach.transport.device().is_some() {
-            "its data comes from a ublk device, which cannot be exchanged while it is mounted: \
-             mount the image with `--transport fuse`"
-        } else if self.attach.area.is_some() {
-            "it has a virtual area, whose content Burgeon serves as long as it is mounted"
-        } else {
+    pub(crate) fn check_copy(&self) -> Result<()> {
+        if self.attach.area.is_none() {
             return Ok(());
-        };
+        }
+        let what = "it has a virtual area, whose content Burgeon serves as long as it is mounted";
         Err(Error::new(ErrorKind::Unavailable, what))
     }
+
+    /// The reason why the file below it cannot be exchanged, whatever the kernel bears.
+    pub(crate) fn check_exchange(&self) -> std::result::Result<(), &'static str> {
+        match self.attach.transport.device() {
+            None => Ok(()),
+            Some(_) => {
+                Err("its data comes from a ublk device, which cannot be exchanged while it is \
+                     mounted")
+            }
+        }
+    }
+}
+
+/// A file with all lazy data of an image, by the seeds that know its checksums.
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Plain {
+    /// All of the image.
+    Described,
+    /// Those that were prepared with the checksums of a complete copy (`complete.rs`).
+    Summed,
 }
 
 /// Parameters for growing a sprout.

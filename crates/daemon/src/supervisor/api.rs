@@ -171,6 +171,10 @@ impl Supervisor {
                 Ok(answer) => Reply::Cache(answer),
                 Err(e) => refused(e),
             },
+            Request::BeginLetGo { id, reserve } => match self.begin_let_go(id, reserve) {
+                Ok(later) => Reply::LetGo { later },
+                Err(e) => refused(e),
+            },
             Request::LetGo { id } => match self.change_to_plain(id) {
                 Ok(()) => Reply::Done,
                 Err(e) => refused(e),
@@ -210,6 +214,7 @@ fn changes(request: &Request) -> bool {
         | Request::Record { .. }
         | Request::Recorded { .. }
         | Request::Pin { .. }
+        | Request::BeginLetGo { .. }
         | Request::LetGo { .. }
         | Request::Shutdown { .. } => true,
         Request::Log { level, json } => level.is_some() || json.is_some(),

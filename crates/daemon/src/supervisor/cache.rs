@@ -15,12 +15,13 @@ use crate::{
         link::CacheOrder,
         protocol::{CacheAnswer, CacheRequest},
     },
-    state::{cache::Bounds, space},
+    state::{cache::Bounds, complete, space},
 };
 
 impl Supervisor {
     /// Does what a client asks of the cache. It waits as long as the server works on it.
     pub(super) fn cache(&self, request: CacheRequest) -> Result<CacheAnswer> {
+        let mut freed = 0;
         let order = match request {
             CacheRequest::Show => CacheOrder::Show,
             CacheRequest::Resize { limit, keep_free } => {
@@ -31,7 +32,10 @@ impl Supervisor {
                 CacheOrder::Resize
             }
             CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
-            CacheRequest::Drop { digest } => CacheOrder::Drop { digest },
+            CacheRequest::Drop { digest } => {
+                freed = complete::forget(&self.state, &digest.0)?;
+                CacheOrder::Drop { digest }
+            }
             CacheRequest::Scrub { bytes_per_second } => CacheOrder::Scrub { bytes_per_second },
         };
         let mut table = self.table();
@@ -43,7 +47,10 @@ impl Supervisor {
         let waited = self.changed.wait_while(table, is_pending);
         let mut table = waited.unwrap_or_else(PoisonError::into_inner);
         match table.cache_answers.remove(&number) {
-            Some((answer, None)) => Ok(answer),
+            Some((mut answer, None)) => {
+                answer.bytes += freed;
+                Ok(answer)
+            }
             Some((_, Some(failure))) => Err(failure.into()),
             None => Err(no_server()),
         }

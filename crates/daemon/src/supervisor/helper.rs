@@ -72,7 +72,7 @@ const ABORTED_MAX: Duration = Duration::from_secs(10);
 #[serde(tag = "task", rename_all = "kebab-case")]
 pub(crate) enum Task {
     /// Make the block devices of a mount, and mount them. Over FUSE, the detached mount of the FUSE
-    /// file is sent along; the btrfs mount is returned.
+    /// file is sent along, or a plain file; the btrfs mount is returned.
     Plumb(MountParts),
     /// Put the FUSE file of the mount that is sent along below a loop device.
     Exchange(Exchange),

@@ -37,7 +37,7 @@ use crate::{
     },
     prepare::mend,
     state::{
-        access, built,
+        access, built, complete,
         files::{self, make_folder},
         images, prepared,
         record::{Attach, MOUNT_FORMAT, MountRecord},
@@ -143,8 +143,8 @@ impl Supervisor {
         (image, map): (Digest, &Path),
         fetching: &Fetching,
     ) {
-        if request.fetch_limit.is_some() {
-            // Only a served mount has a fetch limit.
+        // Only a served mount has a fetch limit, and a complete image fetches nothing.
+        if request.fetch_limit.is_some() || complete::is_here(&self.state, &image) {
             return;
         }
         let folder = self.state.mount(id);
@@ -185,9 +185,17 @@ impl Supervisor {
             recycled_seed::take(&self.state, name, &folder.join("seed"));
         }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
-        let options = TransportOptions { transport: request.transport, fast: request.fast };
-        let (channel, note) = Channel::open(options, id, seed.info.data_device_size())?;
-        plan.notes.extend(note);
+        let taken = self.take_plain(id, request, plan, &seed.info);
+        let plain_of_image = taken.as_ref().map(|(_, plain)| *plain);
+        let channel = match taken {
+            Some((file, _)) => Channel::Plain(file),
+            None => {
+                let options = TransportOptions { transport: request.transport, fast: request.fast };
+                let (channel, note) = Channel::open(options, id, seed.info.data_device_size())?;
+                plan.notes.extend(note);
+                channel
+            }
+        };
         let fuse = channel.kept()?;
         if fuse.is_some() {
             self.prepare_to_hold();
@@ -225,7 +233,8 @@ impl Supervisor {
             data_bytes: seed.info.data_end - burgeon_btrfs::DATA_START,
             growth: None,
             frozen: false,
-            plain: false,
+            plain: channel.is_plain(),
+            plain_of_image,
         };
         access::keep(&folder, &plan.store, &request.access)?;
         if let Some(area) = &plan.area {
@@ -240,7 +249,7 @@ impl Supervisor {
             record,
             fuse,
             slots: Slots::create()?,
-            serving: Serving::Awaited,
+            serving: if channel.is_plain() { Serving::Yes } else { Serving::Awaited },
             attach_number: 0,
             attach_answered: 0,
             opener: None,
@@ -265,11 +274,12 @@ impl Supervisor {
         let opener = opener.unwrap_or_default();
         let (plumbed, mount) =
             plumbing::plumb(&self.state, id, &channel, opener, plan, attributes)?;
-        let transport = channel.transport().name().to_owned();
+        let transport = channel.name().to_owned();
         drop(channel);
         plan.notes.extend(self.lost_area(id));
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
+        plan.notes.extend(self.reserve_plain(id));
         // Not earlier: until here a helper may wait for the connection, which must end with us.
         self.hold(id);
         let mounted = Mounted {

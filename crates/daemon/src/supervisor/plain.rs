@@ -9,34 +9,90 @@
 //! server when it was read. The FUSE file is served while it is exchanged, so no reader sees an
 //! error; its server ends it afterwards, as after an umount.
 //!
+//! Where the file cannot be exchanged, the copy is the image's (`state/complete.rs`), and the next
+//! mount of the image begins with it.
+//!
 //! Invariants, and the tests that hold them (`crates/cli/tests/let_go.rs`):
 //! - The record says `plain` only after the plain file is below the mount. After a crash before
 //!   that, the next supervisor reconnects the mount, as it does any other.
 //! - A plain mount's sprout is reserved to its limit: nobody grows it.
-//! - A plain mount is in the table until its devices have ended, and then cleaned up.
+//! - A plain mount is in the table until its devices have ended, and then cleaned up: one thread
+//!   watches all of them (`watch.rs`).
 
 use std::{
     fs::File,
     os::{fd::AsFd, unix::fs::MetadataExt},
     sync::Arc,
-    thread,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_btrfs::SeedInfo;
 use burgeon_frontend::Slots;
 
 use super::{
     Supervisor,
     helper::{self, Task},
+    plan::Plan,
     table::{MountEntry, Serving},
 };
 use crate::{
+    host::system,
     id::MountId,
-    ipc::protocol::Request,
-    state::{files, record::MountRecord},
+    ipc::protocol::{MountRequest, Request, TransportRequest},
+    state::{
+        complete, files,
+        record::{MountRecord, Plain},
+    },
 };
 
 impl Supervisor {
+    /// How the mount `id` can be let go: `None` if its file can be exchanged, else the reason why
+    /// only the next mount can have the plain file. With `reserve`, reserves its sprout to the limit
+    /// in the first case.
+    pub(super) fn begin_let_go(&self, id: MountId, reserve: bool) -> Result<Option<String>> {
+        let record = self.table().mounts.get(&id).map(|entry| entry.record.clone());
+        let gone = || Error::new(ErrorKind::NotFound, format!("there is no mount {id}"));
+        let record = record.ok_or_else(gone)?;
+        record.check_copy()?;
+        if let Err(why) = record.check_exchange() {
+            return Ok(Some(why.to_owned()));
+        }
+        if !system::can_exchange() {
+            let why = "this kernel shuts a file system down whose device is exchanged (Linux 6.19 \
+                       and later)";
+            return Ok(Some(why.to_owned()));
+        }
+        if reserve {
+            self.reserve_whole(id)?;
+        }
+        Ok(None)
+    }
+
+    /// The plain file of the image, for a mount that is made now; `None` if it has to be served.
+    pub(super) fn take_plain(
+        &self,
+        id: MountId,
+        request: &MountRequest,
+        plan: &Plan,
+        info: &SeedInfo,
+    ) -> Option<(File, Plain)> {
+        let is_served = plan.area.is_some() || request.transport == TransportRequest::Ublk;
+        if is_served {
+            return None;
+        }
+        complete::take(&self.state, &plan.base, id, (info, plan.seed_fsid))
+    }
+
+    /// Reserves the sprout of a mount that began with a plain file; a note if that is not possible.
+    pub(super) fn reserve_plain(&self, id: MountId) -> Option<String> {
+        let is_plain = self.table().mounts.get(&id).is_some_and(|entry| entry.record.plain);
+        if !is_plain {
+            return None;
+        }
+        let failed = self.reserve_whole(id).err()?;
+        Some(format!("its writes can grow only while the daemon runs: {failed}"))
+    }
+
     /// Puts the plain file of mount `id` below it. The client has made the file.
     pub(super) fn change_to_plain(self: &Arc<Self>, id: MountId) -> Result<()> {
         let path = self.state.plain_file(id);
@@ -69,14 +125,18 @@ impl Supervisor {
         // Without the record the next supervisor would serve the mount again.
         let noted = self.update(id, |record| record.plain = true);
         tracing::info!(mount = %id, "let go: its data is a plain file");
-        let supervisor = Arc::clone(self);
-        thread::spawn(move || supervisor.release(id));
+        // Watched until its end (`watch.rs`).
+        self.changed.notify_all();
         noted
     }
 
     /// The record of a mount that can be changed now, and is kept from being reconnected; `None` if
     /// it is plain already.
     fn begin_change(&self, id: MountId) -> Result<Option<MountRecord>> {
+        if !system::can_exchange() {
+            let what = "this kernel would shut the file system down; the mount is served on";
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
         let mut table = self.table();
         let entry = table.mounts.get_mut(&id);
         let Some(entry) = entry.filter(|entry| entry.handed_out && !entry.ended) else {
@@ -86,7 +146,8 @@ impl Supervisor {
         if record.plain {
             return Ok(None);
         }
-        record.check_let_go()?;
+        record.check_copy()?;
+        record.check_exchange().map_err(|why| Error::new(ErrorKind::Unavailable, why))?;
         if !matches!(entry.serving, Serving::Yes) || entry.lost || entry.reconnecting {
             let what = "it is not served now: `burgeon status` says why; try again when it is";
             return Err(Error::new(ErrorKind::Unavailable, what));
@@ -129,8 +190,8 @@ impl Supervisor {
         }
         let entry = self.entry(record, None, Slots::create()?)?;
         self.table().mounts.insert(id, MountEntry { serving: Serving::Yes, ..entry });
-        let supervisor = Arc::clone(self);
-        thread::spawn(move || supervisor.release(id));
+        // Watched until its end (`watch.rs`).
+        self.changed.notify_all();
         Ok(())
     }
 

@@ -105,8 +105,13 @@ impl Plan {
         };
         let profile = Fetching::begin(wanted, &open, digest);
         let mapped = |map: &Path| mapped(digest, map, &profile);
+        let base = prepare::prepare(state, store, access, digest, virtual_bytes, mapped)?;
+        let base = match virtual_bytes {
+            0 => prepare::with_sums(state, store, access, base),
+            _ => base,
+        };
         Ok(Self {
-            base: prepare::prepare(state, store, access, digest, virtual_bytes, mapped)?,
+            base,
             store: store.clone(),
             seed_fsid: Fsid::random()?,
             area: (request.virtual_bytes > 0).then(|| state.mount(id).join(AREA)),

@@ -60,6 +60,7 @@ pub(crate) fn plumb(
     let parts = MountParts {
         id,
         ublk: channel.transport().device().map(|number| (number, opener)),
+        is_plain: channel.is_plain(),
         seed: state.mount(id).join("seed"),
         sprout: plan.sprout.as_ref().map(|sprout| SproutPart {
             path: sprout.path.clone(),
@@ -70,8 +71,8 @@ pub(crate) fn plumb(
         }),
         attributes,
     };
-    let fuse: Vec<_> = channel.fuse_mount().into_iter().collect();
-    let (outcome, fds) = helper::run(state, &Task::Plumb(parts), &fuse, || channel.abort())?;
+    let sent: Vec<_> = channel.data().into_iter().collect();
+    let (outcome, fds) = helper::run(state, &Task::Plumb(parts), &sent, || channel.abort())?;
     match (outcome, fds.into_iter().next()) {
         (Outcome::Plumbed(plumbed), Some(mount)) => Ok((plumbed, mount)),
         _ => Err(Error::new(ErrorKind::LocalIo, "the process that mounts gave no mount")),
@@ -79,21 +80,25 @@ pub(crate) fn plumb(
 }
 
 /// Makes the block devices of `parts` and mounts them, in a helper process: each step may wait for
-/// the server. Over FUSE, `fuse` is the mount of the FUSE file.
-pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
+/// the server. Over FUSE, `sent` is the mount of the FUSE file; it may also be the plain file.
+pub(crate) fn assemble(parts: &MountParts, sent: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
     let attach = |file: &File, what: &str, read_only: bool| {
         let name = format!("burgeon {what} {}", parts.id);
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
-    let (data, data_device) = match (parts.ublk, fuse) {
+    let (data, data_device) = match (parts.ublk, sent) {
         (Some((number, opener)), _) => (None, Control::open()?.start(number, opener)?),
-        (None, Some(fuse)) => {
-            let data = attach(&Connection::open_file_of(&fuse)?, "data", true)?;
+        (None, Some(sent)) => {
+            let file = match parts.is_plain {
+                true => File::from(sent),
+                false => Connection::open_file_of(&sent)?,
+            };
+            let data = attach(&file, "data", true)?;
             let path = data.path().to_owned();
             (Some(data), path)
         }
         (None, None) => {
-            let what = "the request has neither a ublk device nor a FUSE file";
+            let what = "the request has neither a ublk device nor a file of the lazy data";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
     };

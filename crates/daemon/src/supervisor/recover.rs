@@ -23,7 +23,7 @@ use crate::{
     host::backing_devices,
     id::MountId,
     state::{
-        files, grants,
+        complete, files, grants,
         paths::StateDir,
         record::{MountRecord, WritesState, mount_ids, read_record},
         recycled_seed, writes,
@@ -153,6 +153,7 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     grants::revoke(state, id);
     forget(state, id, &[]);
     if let Some(record) = record {
+        complete::give_back(state, &record);
         recycled_seed::keep(state, &record);
     }
     if let Err(e) = files::remove_folder(&state.mount(id)) {

@@ -6,6 +6,7 @@
 //!   unlock the writes' name
 //!
 //!   over ublk: watch.rs stops the device ─► the server's requests end ─► Ended ─► here
+//!   over a plain file: watch.rs ─► here
 //! ```
 
 use std::{
@@ -27,7 +28,7 @@ use crate::{
     id::MountId,
     ipc::link::ToServer,
     state::{
-        files, grants,
+        complete, files, grants,
         paths::StateDir,
         prepared::doubt,
         record::{MountRecord, WritesState},
@@ -53,7 +54,7 @@ impl Supervisor {
         }
     }
 
-    /// The kernel has closed the FUSE file of `id`: removes the mount's resources.
+    /// The kernel has closed the data of `id`: removes the mount's resources.
     pub(super) fn release(&self, id: MountId) {
         let record = {
             let mut table = self.table();
@@ -66,7 +67,11 @@ impl Supervisor {
                 entry.ended = true;
                 return;
             }
-            // Of a plain mount, both the end of its FUSE file and its own thread ask for this.
+            // The FUSE file of a mount that was let go has ended, but not the mount.
+            if entry.record.plain && entry.record.is_alive() {
+                return;
+            }
+            // Of a plain mount, both the end of its FUSE file and its watcher ask for this.
             if std::mem::replace(&mut entry.releasing, true) {
                 return;
             }
@@ -76,15 +81,13 @@ impl Supervisor {
         // Until they are detached, however long that takes, the writes are in use and their name is
         // locked. This thread has nothing else to do.
         if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
-            let is_plain = self.table().mounts.get(&id).is_some_and(|entry| entry.record.plain);
-            if !is_plain {
-                tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
-            }
+            tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
             await_loops(&self.state, &record, Duration::MAX);
         }
         grants::revoke(&self.state, id);
         forget(&self.state, id, &record.loops);
         recycled_seed::keep(&self.state, &record);
+        complete::give_back(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id))
             .and_then(|()| files::remove_file(&self.state.recorded_reads(id)))
         {
@@ -119,6 +122,8 @@ impl Supervisor {
             }
             None => false,
         };
+        // From now on `watch.rs` looks for the end of a mount that nothing else tells of.
+        self.changed.notify_all();
         if ended {
             self.release(id);
         } else {
@@ -147,6 +152,7 @@ impl Supervisor {
             forget(&state, id, loops.unwrap_or_default());
             if let Some(record) = &kept {
                 recycled_seed::keep(&state, record);
+                complete::give_back(&state, record);
             }
             if let Err(e) = files::remove_folder(&state.mount(id)) {
                 tracing::warn!(mount = %id, error = %e, "a mount that could not be made left something behind");

@@ -14,6 +14,7 @@ use crate::{
         protocol::{Latency, MountStatus, ReadStatus, Status},
     },
     state::pins::Pins,
+    transport::PLAIN,
 };
 
 /// Time limit for the server's report. Without it the status is still correct, but has fewer
@@ -79,7 +80,7 @@ fn describe(entry: &MountEntry, table: &Table) -> MountStatus {
         last_source_error: report.and_then(|report| report.last_source_error.clone()),
         device: record.data_device.clone(),
         transport: match record.plain {
-            true => "file + loop".to_owned(),
+            true => PLAIN.to_owned(),
             false => record.attach.transport.name().to_owned(),
         },
         writes: record.writes.clone(),

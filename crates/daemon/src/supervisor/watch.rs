@@ -1,4 +1,5 @@
-//! Removes ublk devices after their last user.
+//! Watches the mounts whose end nobody reports: those over ublk devices, which are removed after
+//! their last user, and those over plain files.
 //!
 //! A loop device detaches itself, and its FUSE file goes with it; a ublk device stays until it is
 //! removed. The kernel does not report that a file system releases a device, so this thread polls:
@@ -6,6 +7,8 @@
 //! ```text
 //!   btrfs is gone from sysfs ─► the device is not held ─► stop it
 //!     ─► the server sees the end of its requests ─► Ended ─► release
+//!
+//!   a plain file: btrfs is gone from sysfs, and the loop devices are detached ─► release
 //! ```
 
 use std::{
@@ -16,8 +19,8 @@ use std::{
 
 use burgeon_frontend::ublk::Control;
 
-use super::Supervisor;
-use crate::{id::MountId, transport};
+use super::{Supervisor, release::await_loops};
+use crate::{id::MountId, state::record::MountRecord, transport};
 
 /// Interval of looking at mounts while no client waits for one: two calls of `stat` per mount.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -29,7 +32,7 @@ const INTERVAL_AWAITED: Duration = Duration::from_millis(2);
 const ENDED_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Supervisor {
-    /// Watches ublk devices for ever.
+    /// Watches them for ever.
     pub(super) fn watch_devices(self: &Arc<Self>) -> ! {
         loop {
             for (id, number, stopped) in self.left_devices() {
@@ -39,9 +42,11 @@ impl Supervisor {
                     Some(_) => {}
                 }
             }
+            self.ended_plain().into_iter().for_each(|id| self.release(id));
             let table = self.table();
-            let watched =
-                table.mounts.values().any(|entry| entry.record.attach.transport.device().is_some());
+            let watched = table.mounts.values().any(|entry| {
+                entry.record.plain || entry.record.attach.transport.device().is_some()
+            });
             let interval = match (watched, table.release_waiters) {
                 (true, 0) => INTERVAL,
                 (true, _) => INTERVAL_AWAITED,
@@ -66,6 +71,21 @@ impl Supervisor {
             left.then_some((record.attach.id, number, stopped))
         });
         left.collect()
+    }
+
+    /// The mounts over plain files that the kernel has released.
+    fn ended_plain(&self) -> Vec<MountId> {
+        let records: Vec<_> = {
+            let table = self.table();
+            let mounts = table.mounts.values();
+            let plain = mounts.filter(|entry| entry.handed_out && entry.record.plain);
+            plain.map(|entry| entry.record.clone()).collect()
+        };
+        let is_over = |record: &MountRecord| {
+            !record.is_alive() && await_loops(&self.state, record, Duration::ZERO)
+        };
+        let over = records.into_iter().filter(is_over);
+        over.map(|record| record.attach.id).collect()
     }
 
     fn stop_device(self: &Arc<Self>, id: MountId, number: u32) {

@@ -17,6 +17,8 @@ pub(crate) struct MountParts {
     /// The ublk device that is served already, and the process that has opened it for that; `None`
     /// over FUSE.
     pub(super) ublk: Option<(u32, u32)>,
+    /// The descriptor that is sent along is the plain file with the lazy data.
+    pub(super) is_plain: bool,
     /// The seed's metadata.
     pub(super) seed: PathBuf,
     pub(super) sprout: Option<SproutPart>,
