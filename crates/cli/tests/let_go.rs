@@ -65,6 +65,17 @@ fn states(burgeon: &Burgeon) -> Vec<String> {
     mounts.map(|mount| mount["state"].as_str().unwrap().to_owned()).collect()
 }
 
+/// Has the daemon believe that the kernel of `boot` shuts file systems down whose devices are
+/// exchanged.
+fn forbid_exchanges(burgeon: &Burgeon, boot: &str) {
+    let tried = json!({ "boot": boot, "can_exchange": false });
+    fs::write(burgeon.state().join("exchange.json"), tried.to_string()).unwrap();
+}
+
+fn boot() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned()
+}
+
 /// The plain files of mounts.
 fn plain_files(burgeon: &Burgeon) -> Vec<PathBuf> {
     let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap().flatten();
@@ -81,8 +92,12 @@ fn a_mount_that_was_let_go_outlives_every_process() {
     let set = set_up(&space);
     let mounted = set.burgeon.mount("image", &set.at, &WRITABLE);
     fs::write(set.at.join("own"), b"written before").unwrap();
+    // Another boot may have had another kernel, so it is tried again.
+    forbid_exchanges(&set.burgeon, "another boot");
     let said = let_go(&set);
     assert!(said.contains("no process of Burgeon is needed"), "{said}");
+    let tried = fs::read_to_string(set.burgeon.state().join("exchange.json")).unwrap();
+    assert!(tried.contains(&boot()) && tried.contains("true"), "{tried}");
     assert_eq!(states(&set.burgeon), ["let go"]);
     // Again: nothing is left to do.
     let_go(&set);
@@ -247,6 +262,32 @@ fn a_mount_that_cannot_be_let_go_stays_as_it_is() {
     let mounted = set.burgeon.mount("image", &set.at, &area);
     set.burgeon.fails(&["let-go", at], 5, "virtual area");
     still_served(&mounted);
+    set.burgeon.umount(mounted);
+}
+
+#[test]
+fn where_no_device_can_be_exchanged_the_next_mount_begins_with_the_plain_file() {
+    let space = Space::new("let-go-later");
+    let set = set_up(&space);
+    let mounted = set.burgeon.mount("image", &set.at, &FUSE);
+    forbid_exchanges(&set.burgeon, &boot());
+    let said = let_go(&set);
+    assert!(said.contains("shuts a file system down") && said.contains("the next mount"), "{said}");
+    assert_eq!(states(&set.burgeon), ["serving"]);
+    assert_same(&set.tree, &set.at);
+    set.burgeon.umount(mounted);
+
+    // Its description has the checksums, so named writes that are older can be mounted over it.
+    let kept = ["--transport", "fuse", "--writes", "kept", "--write-limit", "300M"];
+    let other = set.burgeon.mount("image", &space.path("other"), &FUSE);
+    let mounted = set.burgeon.mount("image", &set.at, &kept);
+    fs::write(set.at.join("own"), b"own").unwrap();
+    set.burgeon.umount(mounted);
+    set.burgeon.umount(other);
+    let mounted = set.burgeon.mount("image", &set.at, &kept);
+    assert_eq!(states(&set.burgeon), ["let go"]);
+    assert_eq!(fs::read(set.at.join("own")).unwrap(), b"own");
+    assert_same(&set.tree, &set.at);
     set.burgeon.umount(mounted);
 }
 

@@ -35,10 +35,16 @@ pub(crate) fn kernel_version() -> Option<(u32, u32)> {
 /// The first kernel that may shut a file system down when its device is exchanged.
 const SHUTS_DOWN: (u32, u32) = (6, 19);
 
-/// False if the kernel may shut a mounted file system down when the file below its loop device is
-/// exchanged.
-pub(crate) fn can_exchange() -> bool {
+/// False if a kernel of this version may shut a mounted file system down when the file below its
+/// loop device is exchanged. Distributions change kernels: an attempt says more.
+pub(crate) fn is_before_shutdowns() -> bool {
     kernel_version().is_some_and(|version| version < SHUTS_DOWN)
+}
+
+/// An id of the time since the machine was started; empty if the kernel gives none.
+pub(crate) fn boot() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
 }
 
 /// Succeeds if the kernel allows FUSE over io_uring for root; the error gives the reason and a

@@ -15,6 +15,7 @@
 //!                                                                          by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout, plain         one running mount
 //!   grants/<id>                what may be opened for it; not the server's to write
+//!   exchange.json              whether a device can be exchanged in this boot
 //!   totals                     lifetime totals of all mounts, for metrics
 //!   run/                       lock, api.sock, adopt.sock, daemon.log, reads-<id>  gone with the daemon
 //! ```
@@ -264,6 +265,12 @@ impl StateDir {
     /// The lazy data of a mount that needs no server any more.
     pub(crate) fn plain_file(&self, id: MountId) -> PathBuf {
         self.mount(id).join("plain")
+    }
+
+    /// What this kernel did to a scratch file system whose file was exchanged. Not in `run`, which
+    /// is the server's to write.
+    pub(crate) fn exchange_trial(&self) -> PathBuf {
+        self.root.join("exchange.json")
     }
 
     /// The lock that keeps apart exchanges of a mount's device and our own umounts of it.

@@ -31,6 +31,7 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    host::system,
     id::Fsid,
     state::{
         files,
@@ -78,11 +79,10 @@ pub(crate) struct Ready {
 impl Ready {
     /// The record of the files in `folder` as they are now.
     pub(crate) fn now(store: &Location, folder: &Path) -> Self {
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
             format: READY_FORMAT,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            boot: boot.trim().to_owned(),
+            boot: system::boot(),
             store: store.clone(),
             lens: Self::lens(folder),
         }

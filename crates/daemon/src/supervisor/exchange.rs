@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 use crate::{id::Fsid, state::files::Lock};
 
 pub(crate) mod order;
+pub(crate) mod probe;
 
 /// `ioctl_loop`: replaces a read-only loop's backing file by another one of the same size.
 const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;

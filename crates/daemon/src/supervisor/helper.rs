@@ -78,6 +78,8 @@ pub(crate) enum Task {
     Exchange(Exchange),
     /// Put the plain file that is sent along below a loop device.
     ChangeToPlain(Exchange),
+    /// Try an exchange on a scratch file system.
+    TryExchange,
     /// Thaw a file system that an exchange has left frozen.
     Thaw(Exchange),
     /// Make a sprout larger.
@@ -96,6 +98,9 @@ pub(crate) enum Outcome {
     Plumbed(Plumbed),
     Grown {
         step: Step,
+    },
+    Tried {
+        can_exchange: bool,
     },
     /// Sent with the opened file, if the task opens one.
     Done,

@@ -27,6 +27,7 @@ mod abandoned;
 mod api;
 mod cache;
 pub(crate) mod exchange;
+mod exchangeable;
 mod grants;
 mod grow;
 pub(crate) mod helper;

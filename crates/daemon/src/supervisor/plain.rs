@@ -36,7 +36,6 @@ use super::{
     table::{MountEntry, Serving},
 };
 use crate::{
-    host::system,
     id::MountId,
     ipc::protocol::{MountRequest, Request, TransportRequest},
     state::{
@@ -57,10 +56,17 @@ impl Supervisor {
         if let Err(why) = record.check_exchange() {
             return Ok(Some(why.to_owned()));
         }
-        if !system::can_exchange() {
-            let why = "this kernel shuts a file system down whose device is exchanged (Linux 6.19 \
-                       and later)";
-            return Ok(Some(why.to_owned()));
+        match self.can_exchange() {
+            Ok(true) => {}
+            Ok(false) => {
+                let why = "this kernel shuts a file system down whose device is exchanged";
+                return Ok(Some(why.to_owned()));
+            }
+            // Not knowing is no leave.
+            Err(error) => {
+                let why = format!("an attempt to exchange a device failed: {error}");
+                return Ok(Some(why));
+            }
         }
         if reserve {
             self.reserve_whole(id)?;
@@ -133,7 +139,7 @@ impl Supervisor {
     /// The record of a mount that can be changed now, and is kept from being reconnected; `None` if
     /// it is plain already.
     fn begin_change(&self, id: MountId) -> Result<Option<MountRecord>> {
-        if !system::can_exchange() {
+        if !self.can_exchange()? {
             let what = "this kernel would shut the file system down; the mount is served on";
             return Err(Error::new(ErrorKind::Unavailable, what));
         }

@@ -28,7 +28,6 @@ use super::{
     table::{MountEntry, Reconnect, Serving},
 };
 use crate::{
-    host::system,
     id::MountId,
     state::record::{MountRecord, Transport, WritesState},
     supervisor::{
@@ -179,7 +178,11 @@ impl Supervisor {
 
 impl Supervisor {
     fn change_over(&self, record: &MountRecord, connection: &Connection) -> Result<()> {
-        refuse_shutdown()?;
+        if !self.may_reconnect() {
+            let what = "this kernel cannot change the file below a mounted file system: unmount it \
+                        and mount it again";
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
         let Some(exchange) = self.exchange(record) else { return Ok(()) };
         let (id, is_writable) = (record.attach.id, exchange.writable);
         // Recorded first: if the helper is killed, too, the next supervisor has to thaw. On a full
@@ -246,17 +249,6 @@ fn connect_anew(record: &MountRecord) -> Result<(Connection, OwnedFd, Transport)
     let fuse = connection.device().try_clone_to_owned();
     let fuse = fuse.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
     Ok((connection, fuse, transport))
-}
-
-fn refuse_shutdown() -> Result<()> {
-    if !system::can_exchange() {
-        return Err(Error::new(
-            ErrorKind::Unavailable,
-            "this kernel cannot change the file below a mounted file system: unmount it and mount \
-             it again",
-        ));
-    }
-    Ok(())
 }
 
 /// The device of a mount's sprout: the last of its loops, or the user's.
