@@ -11,7 +11,8 @@
 # make bench-ublk    the same over ublk, in the lab
 # make bench-static  the static program beside the usual one: reads of cached data
 # make bench-accelerate   hit ratios of the policies of `burgeon accelerate`, beside RANDOM, LRU and the best possible
-# make bench-cache   policies of eviction on traces of chunks, beside the best possible
+# make bench-cache   policies of eviction on traces of chunks, beside the best possible; BENCH=FILE adds a recorded
+#              trace of block numbers (u32, little-endian)
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make deb     a Debian package, in target/package
@@ -123,7 +124,7 @@ bench-ublk: build
 
 bench-cache:
 	dev/need $(BUILD_NEEDS)
-	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies
+	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies -- $(BENCH)
 
 bench-accelerate:
 	dev/need $(BUILD_NEEDS)

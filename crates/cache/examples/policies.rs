@@ -9,9 +9,15 @@
 //! interrupts, a loop, and all of these in turn. OPT knows the future (Belady, 1966): no policy
 //! fetches less. SIEVE (Zhang and others, NSDI 2024), S3-FIFO (Yang and others, SOSP 2023) and LRU
 //! are written from their descriptions, without extensions; so are W-TinyLFU and LIRS of the crate.
-//! `make bench-cache` runs it.
+//! "Adaptive" is a queue in memory of 1 % of the room, ghosts, and a clock. `make
+//! bench-cache` runs it; `BENCH=FILE` adds a recorded trace: the number of each chunk that was
+//! read, in four bytes, little-endian.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    env, fs, io,
+    path::{Path, PathBuf},
+};
 
 use burgeon_cache::{
     Why,
@@ -185,6 +191,92 @@ impl Store for S3Fifo {
     }
 }
 
+/// A small queue in memory; a clock of what leaves it and was read again, there or soon after a
+/// miss. If nearly all chunks that the hand finds are dead, it is given first misses, too.
+#[derive(Default)]
+struct Adaptive {
+    room: usize,
+    queue: VecDeque<u64>,
+    /// The same, and whether each was read again.
+    queued: HashMap<u64, bool>,
+    /// Ghosts with the time of their end, which a later one of the same chunk replaces.
+    ghosts: VecDeque<(u64, u64)>,
+    ends: HashMap<u64, u64>,
+    time: u64,
+    clock: Vec<(u64, u8)>,
+    places: HashMap<u64, usize>,
+    hand: usize,
+    /// Chunks that the hand passes for each victim, lately.
+    passed: f64,
+}
+
+impl Adaptive {
+    /// Skips for each victim below which the chunks of the clock count as dead.
+    const DEAD: f64 = 0.02;
+
+    fn queue_room(&self) -> usize {
+        (self.room / 100).max(1)
+    }
+
+    fn leave_queue(&mut self, key: u64, is_used: bool) {
+        let room = (self.room - self.queue_room()).max(1);
+        if self.clock.len() < room {
+            self.places.insert(key, self.clock.len());
+            self.clock.push((key, 0));
+        } else if is_used || self.passed < Self::DEAD {
+            self.replace_victim(key);
+        } else {
+            self.time += 1;
+            self.ends.insert(key, self.time);
+            self.ghosts.push_back((key, self.time));
+            if self.ghosts.len() > self.room
+                && let Some((old, end)) = self.ghosts.pop_front()
+                && self.ends.get(&old) == Some(&end)
+            {
+                self.ends.remove(&old);
+            }
+        }
+    }
+
+    fn replace_victim(&mut self, key: u64) {
+        let mut passed = 0.0;
+        while self.clock[self.hand].1 > 0 {
+            self.clock[self.hand].1 -= 1;
+            self.hand = (self.hand + 1) % self.clock.len();
+            passed += 1.0;
+        }
+        self.passed += (passed - self.passed) / 256.0;
+        let (victim, _) = std::mem::replace(&mut self.clock[self.hand], (key, 0));
+        self.places.remove(&victim);
+        self.places.insert(key, self.hand);
+        self.hand = (self.hand + 1) % self.clock.len();
+    }
+}
+
+impl Store for Adaptive {
+    fn read(&mut self, key: u64) -> bool {
+        if let Some(place) = self.places.get(&key) {
+            let uses = &mut self.clock[*place].1;
+            *uses = (*uses + 1).min(3);
+            return true;
+        }
+        if let Some(is_used) = self.queued.get_mut(&key) {
+            *is_used = true;
+            return true;
+        }
+        let is_second_miss = self.ends.remove(&key).is_some();
+        self.queue.push_back(key);
+        self.queued.insert(key, is_second_miss);
+        if self.queue.len() > self.queue_room()
+            && let Some(old) = self.queue.pop_front()
+        {
+            let is_used = self.queued.remove(&old).unwrap_or_default();
+            self.leave_queue(old, is_used);
+        }
+        false
+    }
+}
+
 /// The misses of a store that knows the future.
 fn opt(trace: &[u64], room: usize) -> usize {
     let mut next = vec![usize::MAX; trace.len()];
@@ -276,6 +368,7 @@ fn policies(room: usize) -> Vec<(&'static str, Box<dyn Store>)> {
         ("W-TinyLFU", ours(Box::<TinyLfu>::default())),
         ("LIRS", ours(Box::<Lirs>::default())),
         ("Clock", ours(Box::<Clock>::default())),
+        ("Adaptive", Box::new(Adaptive { room, ..Adaptive::default() })),
         ("S3-FIFO", Box::new(S3Fifo { room, ..S3Fifo::default() })),
         ("SIEVE", Box::new(Sieve { room, ..Sieve::default() })),
         ("LRU", Box::new(Lru { room, ..Lru::default() })),
@@ -283,17 +376,24 @@ fn policies(room: usize) -> Vec<(&'static str, Box<dyn Store>)> {
     ]
 }
 
+/// The chunk numbers in `file`, four bytes each.
+fn recorded(file: &Path) -> io::Result<Vec<u64>> {
+    let numbers = fs::read(file)?;
+    let numbers = numbers.chunks_exact(4).map(<[u8; 4]>::try_from);
+    Ok(numbers.flatten().map(|bytes| u64::from(u32::from_le_bytes(bytes))).collect())
+}
+
 /// A trace, by the room of the store in which it is read.
 type Trace = Box<dyn Fn(u64) -> Vec<u64>>;
 
-fn main() {
+fn main() -> io::Result<()> {
     const LOOP: u64 = 3000;
     let mixed = |_| {
         let parts =
             [starts(5, 3), (0..LOOP).cycle().take(4 * LOOP as usize).collect(), starts(30, 4)];
         parts.concat()
     };
-    let traces: [(&str, u64, Trace); 5] = [
+    let made: [(&str, u64, Trace); 5] = [
         ("starts, 5 % changed", 0, Box::new(|_| starts(5, 1))),
         ("starts, 30 % changed", 0, Box::new(|_| starts(30, 2))),
         ("popular, scan, popular", LOOP, Box::new(|room| scan(LOOP, room))),
@@ -304,6 +404,13 @@ fn main() {
         ),
         ("starts, loop, starts", 0, Box::new(mixed)),
     ];
+    let mut traces: Vec<(String, u64, Trace)> =
+        made.map(|(name, chunks, trace)| (name.to_owned(), chunks, trace)).into();
+    for file in env::args_os().skip(1).map(PathBuf::from) {
+        let trace = recorded(&file)?;
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        traces.push((name, 0, Box::new(move |_| trace.clone())));
+    }
     println!("bytes fetched in per cent of those read, and in brackets what is more than OPT's\n");
     let names: Vec<_> = policies(1).into_iter().map(|(name, _)| name).collect();
     print!("{:<28} {:>5} {:>6}", "trace", "store", "OPT");
@@ -343,4 +450,5 @@ fn main() {
         sums.iter().for_each(|sum| print!(" {:>14.1}", of(sum)));
         println!();
     }
+    Ok(())
 }
