@@ -85,7 +85,7 @@ pub struct Folder {
     kind: u64,
 }
 
-const LOCK: &str = "lock";
+pub(crate) const LOCK: &str = "lock";
 const BTRFS: u64 = 0x9123_683e;
 /// File systems in memory, tmpfs and ramfs: they may take `O_DIRECT`, and wait for no disk.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
@@ -234,6 +234,64 @@ impl Disk for Folder {
         }
         let folder = File::open(&self.path).map_err(|error| failed("open", &self.path, error))?;
         syncfs(&folder).map_err(|error| failed("sync", &self.path, error.into()))
+    }
+}
+
+/// A folder that this process may not use: every call fails with the reason.
+pub struct Refused {
+    why: String,
+}
+
+impl Refused {
+    /// A folder that cannot be used because of `why`.
+    pub fn new(why: String) -> Self {
+        Self { why }
+    }
+
+    fn error<T>(&self) -> Result<T> {
+        Err(Error::new(ErrorKind::Unavailable, self.why.clone()))
+    }
+}
+
+impl Disk for Refused {
+    fn take(&self) -> Result<bool> {
+        self.error()
+    }
+
+    fn check(&self) -> Result<()> {
+        self.error()
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        self.error()
+    }
+
+    fn create(&self, _name: &str, _mode: IoMode) -> Result<Box<dyn DiskFile>> {
+        self.error()
+    }
+
+    fn open(&self, _name: &str, _mode: IoMode) -> Result<Box<dyn DiskFile>> {
+        self.error()
+    }
+
+    fn rename(&self, _from: &str, _to: &str) -> Result<()> {
+        self.error()
+    }
+
+    fn remove(&self, _name: &str) -> Result<()> {
+        self.error()
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.error()
+    }
+
+    fn space(&self) -> Result<Space> {
+        self.error()
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.error()
     }
 }
 

@@ -44,6 +44,7 @@ mod upkeep;
 
 pub use cache::Cache;
 pub use key::{ChunkKey, Domain, Kind};
+pub use persist::is_own_name;
 pub use report::Report;
 pub use reuse::HitPermille;
 pub use settings::{Amount, Settings};

@@ -11,7 +11,7 @@ use burgeon_block::Result;
 
 use crate::{
     checkpoint,
-    disk::{DiskFile, IoMode},
+    disk::{DiskFile, IoMode, LOCK},
     journal::{self, Event, RECORD, Record},
     shared::{Shared, lock},
     slots::ARENA_BLOCKS_MAX,
@@ -66,6 +66,17 @@ pub(crate) fn number_of(name: &str, prefix: &str) -> Option<u64> {
 
 /// The checkpoint that is being written.
 pub(crate) const UNFINISHED: &str = "checkpoint.new";
+
+/// True if a cache in a folder gives this name to a file of its own, also while the file is made.
+pub fn is_own_name(name: &str) -> bool {
+    let is_spare =
+        name.strip_prefix("spare-").is_some_and(|it| u32::from_str_radix(it, 16).is_ok());
+    name == LOCK
+        || name == UNFINISHED
+        || is_spare
+        || crate::arena::id_of(name).is_some()
+        || ["journal-", "checkpoint-"].iter().any(|prefix| number_of(name, prefix).is_some())
+}
 
 fn random() -> u64 {
     std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 1)

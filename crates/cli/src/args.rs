@@ -39,7 +39,7 @@ Exit codes:
   7  a privilege is missing
 
 Environment:
-  BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_LOG, BURGEON_CONFIG
+  BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_CACHE_DIR, BURGEON_LOG, BURGEON_CONFIG
              as --state-dir, --store, --log-level and --config";
 
 /// Mount a file tree lazily: all names at once, each block when it is first read, verified,
@@ -60,7 +60,8 @@ impl Args {
         let mut matches = Self::command().try_get_matches_from(arguments)?;
         let from_environment =
             |id: &&str| matches.value_source(id) == Some(ValueSource::EnvVariable);
-        let variables = ["store", "state_dir", "log_level"].into_iter().filter(from_environment);
+        let variables =
+            ["store", "state_dir", "cache_dir", "log_level"].into_iter().filter(from_environment);
         let variables = variables.collect();
         let args = Self::from_arg_matches_mut(&mut matches);
         let mut args = args.map_err(|e| e.format(&mut Self::command()))?;

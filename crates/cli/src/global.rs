@@ -2,7 +2,10 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
-use burgeon_daemon::log::{self, LevelFilter};
+use burgeon_daemon::{
+    CACHE_DIR,
+    log::{self, LevelFilter},
+};
 use clap::{
     Args as ClapArgs,
     builder::{PossibleValuesParser, TypedValueParser},
@@ -21,6 +24,10 @@ pub(crate) struct Global {
     /// root]
     #[arg(long, global = true, value_name = "DIR", env = STATE_DIR)]
     pub(crate) state_dir: Option<PathBuf>,
+    /// Directory of the cache of a daemon that this command starts, on another disk [default: that of
+    /// the configuration, or cache/ in the state directory]
+    #[arg(long, global = true, value_name = "DIR", env = CACHE_DIR)]
+    pub(crate) cache_dir: Option<PathBuf>,
     /// Log the events of this command on standard error, and of a daemon that it starts: error,
     /// warn, info, debug or off [default: for the daemon that of the configuration, or info]
     #[arg(long, global = true, value_name = "LEVEL", env = log::VARIABLE)]

@@ -4,7 +4,9 @@
 
 use std::{
     fs::{self, File},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -142,6 +144,146 @@ fn users_see_and_change_the_cache() {
     let mounted = burgeon.mount("image", &at, &["--read-only", "--profile", "none"]);
     assert_eq!(shown(&burgeon, "limit"), 8 << 20);
     burgeon.umount(mounted);
+}
+
+/// The effective user of the server.
+fn user_of_server(burgeon: &Burgeon) -> String {
+    let server = burgeon.status()["server_pid"].as_u64().unwrap();
+    let status = fs::read_to_string(format!("/proc/{server}/status")).unwrap();
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap();
+    users.split_whitespace().nth(1).unwrap().to_owned()
+}
+
+/// The findings of `doctor` about `subject`.
+fn found(burgeon: &Burgeon, subject: &str) -> Vec<Value> {
+    let said = burgeon.run(&["doctor", "--json"]).stdout;
+    let said: Value = serde_json::from_str(&said).unwrap();
+    let all = said["findings"].as_array().unwrap().iter();
+    all.filter(|finding| finding["subject"] == subject).cloned().collect()
+}
+
+#[test]
+fn the_cache_may_lie_on_another_disk() {
+    let space = Space::new("cache-dir");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 2, 1000);
+    let all = FILES * FILE_LEN as u64;
+    let (at, disk_at, own) = (space.path("at"), space.path("disk"), burgeon.state().join("cache"));
+    let dir = disk_at.join("cache");
+    burgeon.build(&tree, "image");
+    let none = ["--read-only", "--profile", "none"];
+    let read = |options: &[&str], stays: bool| {
+        let mounted = burgeon.mount("image", &at, &[&none, options].concat());
+        drop_caches();
+        assert_same(&tree, &at);
+        if stays {
+            assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+        }
+        let shown = cache(&burgeon, &["status"])["cache"].clone();
+        (mounted, shown)
+    };
+    let end = |mounted| {
+        burgeon.umount(mounted);
+        burgeon.ok(&["shutdown"]);
+    };
+    let (mounted, shown_now) = read(&[], true);
+    let user = user_of_server(&burgeon);
+    assert_eq!(shown_now["folder"], own.to_str().unwrap());
+    end(mounted);
+
+    let disk = space.disk(&disk_at, 128 << 20);
+    let elsewhere = ["--cache-dir", dir.to_str().unwrap()];
+    let refused = |code, message| {
+        let mount = ["mount", "image", at.to_str().unwrap()];
+        burgeon.fails(&[&mount[..], &elsewhere].concat(), code, message);
+    };
+    refused(3, "it is not there; mount its disk, or make it");
+    fs::create_dir(&dir).unwrap();
+    let mode = |mode| fs::set_permissions(&dir, fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o777);
+    refused(1, "others can write to");
+    mode(0o700);
+    fs::write(dir.join("letters"), b"").unwrap();
+    refused(1, "it holds other files");
+    fs::remove_file(dir.join("letters")).unwrap();
+    std::os::unix::fs::chown(&dir, Some(1), None).unwrap();
+    refused(1, "belongs to user 1");
+    std::os::unix::fs::chown(&dir, Some(0), None).unwrap();
+    let read_only = |flag: &str| {
+        let options = format!("remount,{flag}");
+        let done = Command::new("mount").args(["-o", &options]).arg(&disk_at).status();
+        assert!(done.unwrap().success());
+    };
+    read_only("ro");
+    refused(1, "mounted read-only");
+    read_only("rw");
+    let filler = File::create(disk_at.join("filler")).unwrap();
+    fallocate(&filler, FallocateFlags::empty(), 0, 100 << 20).unwrap();
+    let settings = burgeon.state().join("cache.json");
+    let keep_free = |bytes: u64| {
+        fs::write(&settings, format!(r#"{{"keep_free":{{"bytes":{bytes}}}}}"#)).unwrap();
+    };
+    keep_free(64 << 20);
+    refused(6, "its disk is full");
+    keep_free(0);
+    fs::remove_file(disk_at.join("filler")).unwrap();
+    drop(filler);
+    let (mounted, shown_now) = read(&elsewhere, true);
+    assert_eq!(shown_now["folder"], dir.to_str().unwrap());
+    assert_eq!(shown_now["earlier"][0], own.to_str().unwrap());
+    assert_eq!(user_of_server(&burgeon), user, "the folder is mapped like the state directory");
+    let is_arena = |name: &str| name.starts_with("arena-");
+    let arenas = || {
+        let names = fs::read_dir(&dir).unwrap().flatten().map(|entry| entry.file_name());
+        names.filter(|name| is_arena(&name.to_string_lossy())).count()
+    };
+    assert!(arenas() > 0, "the chunks are on the disk");
+    assert!(burgeon.ok(&["cache", "status"]).contains("nobody uses it"));
+    assert!(found(&burgeon, "cache")[0]["found"].as_str().unwrap().contains("/disk/cache"));
+    assert_eq!(found(&burgeon, "earlier cache").len(), 1);
+    // A server that takes over has the folder, too.
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    drop_caches();
+    assert_same(&tree, &at);
+    let is_kept = || cache(&burgeon, &["status"])["cache"]["folder"] == dir.to_str().unwrap();
+    assert!(is_kept(), "a killed server's successor");
+    burgeon.ok(&["upgrade"]);
+    assert!(is_kept(), "an upgrade keeps the folder of the option");
+    drop_caches();
+    assert_same(&tree, &at);
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+    // Another daemon finds it locked: it reads everything, and keeps nothing.
+    let beside = Burgeon::with_state(PROGRAM, space.path("beside"));
+    beside.build(&tree, "image");
+    let beside_at = space.path("beside-at");
+    let second = beside.mount("image", &beside_at, &[&none[..], &elsewhere].concat());
+    assert_same(&tree, &beside_at);
+    let shown_now = cache(&beside, &["status"])["cache"].clone();
+    assert_eq!(shown_now["chunks"], 0);
+    assert!(shown_now["problem"].as_str().unwrap().contains("another server has"), "{shown_now}");
+    beside.umount(second);
+    beside.ok(&["shutdown"]);
+    let other = burgeon.run(&["--cache-dir", own.to_str().unwrap(), "status"]);
+    assert!(other.stderr.contains("the running daemon has its cache in"), "{other:?}");
+    end(mounted);
+
+    // The configuration says the same; without the disk nothing is kept, and every read is right.
+    let config = space.path("config.toml");
+    fs::write(&config, format!("cache.dir = {dir:?}\n")).unwrap();
+    let configured = ["--config", config.to_str().unwrap()];
+    let (mounted, shown_now) = read(&configured, true);
+    assert!(shown_now["folder"] == dir.to_str().unwrap() && shown_now["admitted"] == 0);
+    end(mounted);
+    drop(disk);
+    let (mounted, shown_now) = read(&configured, false);
+    let problem = shown_now["problem"].as_str().unwrap();
+    assert!(problem.contains("it is not there") && shown_now["chunks"] == 0, "{shown_now}");
+    assert_eq!(found(&burgeon, "cache")[0]["level"], "problem");
+    end(mounted);
+    // Back again: the earlier one is this one, and nobody speaks of it any more.
+    let (mounted, shown_now) = read(&[], true);
+    assert!(shown_now["folder"] == own.to_str().unwrap() && shown_now["earlier"].is_null());
+    end(mounted);
 }
 
 #[test]

@@ -230,7 +230,7 @@ fn remove_and_purge(package: &Path) {
         let path = format!("{STATE}/{kept}");
         assert!(printed.contains(&path) && Path::new(&path).exists(), "{path}: {printed}");
     }
-    for gone in ["cache", "cache.json", "images", "run", "mounts", "grants"] {
+    for gone in ["cache", "cache.json", "cache-dir.json", "images", "run", "mounts", "grants"] {
         assert!(!Path::new(STATE).join(gone).exists(), "purge removes {gone}");
     }
     assert!(!Path::new("/etc/needrestart/conf.d/burgeon.conf").exists());

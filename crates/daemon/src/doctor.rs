@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   examine ─┬─ machine     kernel, devices, privileges, space
+//!            ├─ cache       its folder, and earlier ones
 //!            ├─ leftovers   of dead daemons and killed builds      ◄── repair
 //!            └─ writes      named writes; area: the mappings in them
 //! ```
@@ -13,6 +14,7 @@
 //! and ublk devices without a daemon and folder. It never touches `writes/`.
 
 mod area;
+mod cache;
 mod health;
 mod leftovers;
 mod machine;
@@ -114,6 +116,8 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     let mut findings = machine::examine(state);
     let mut runs = ask(state);
     let left = leftovers(state, &runs);
+    let is_served = matches!(&runs, Ok(Some(status)) if status.server_pid.is_some());
+    findings.extend(cache::examine(state, is_served));
     if let Ok(Some(status)) = &mut runs {
         findings.extend(unserved(status));
         findings.extend(status.server_pid.and_then(user_of_server));

@@ -72,6 +72,10 @@ pub use start::{UNIT_PROPERTIES, notify_systemd, pass_on};
 pub use state::{
     built::{honoured, remember_built},
     cache::configure as configure_cache,
+    cache_dir::{
+        CACHE_DIR, check as check_cache_dir, configure as configure_cache_dir,
+        current_and_next as cache_dirs,
+    },
     directory_identity::DirectoryIdentity,
     gc::sweep,
     paths::StateDir,

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::{harden, own_root, system},
-    state::{paths::StateDir, record::Transport},
+    state::{cache_dir::CacheDir, paths::StateDir, record::Transport},
     transport,
 };
 
@@ -94,17 +94,18 @@ impl Reach {
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
-/// The folders of the state directory in which a server writes: the cache, its socket and recorded
-/// reads. Nothing else, because others rely on it: they take the names of files from maps, and
-/// credentials and stores from records. The opener opens the checksums that it records.
-fn written_by_server(state: &StateDir) -> [PathBuf; 2] {
-    [state.cache(), state.run()]
+/// The folders of the state directory in which a server writes, beside that of the cache: its socket
+/// and recorded reads. Nothing else, because others rely on it: they take the names of files from
+/// maps, and credentials and stores from records. The opener opens the checksums that it records.
+fn written_by_server(state: &StateDir) -> [PathBuf; 1] {
+    [state.run()]
 }
 
-/// The folders of the state directory that change while a server uses them. Another disk may be
-/// mounted on each.
+/// The folders that change while a server uses them. Another disk may be mounted on each. That of
+/// the cache may be elsewhere, and may be one that the server does not get.
 pub(crate) fn folders_of_server(state: &StateDir) -> [PathBuf; 5] {
-    [state.images(), state.cache(), state.writes(), state.mounts(), state.run()]
+    let cache = CacheDir::read(state).folder(state);
+    [state.images(), cache, state.writes(), state.mounts(), state.run()]
 }
 
 /// It answers reads of every mount, from caches and profiles in `state`, and from stores. The
@@ -117,9 +118,14 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
     let read = [state.root().to_owned(), state.profiles(), state.store()];
     let sandbox = Sandbox::computing().network();
     let sandbox = sandbox.read_if_there(KERNEL_FILES.map(PathBuf::from));
-    let sandbox = sandbox.read_if_there(read.into_iter().chain(folders_of_server(state)));
-    let written = written_by_server(state);
-    let sandbox = written.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
+    let dir = CacheDir::read(state);
+    let elsewhere = dir.elsewhere();
+    let cache = dir.folder(state);
+    let is_given = dir.problem.is_none();
+    let folders = folders_of_server(state).into_iter().filter(|it| is_given || *it != cache);
+    let sandbox = sandbox.read_if_there(read.into_iter().chain(folders));
+    let written = written_by_server(state).into_iter().chain(is_given.then(|| cache.clone()));
+    let sandbox = written.fold(sandbox, |sandbox, folder| sandbox.write(&folder));
     let sandbox = match harden::can_lock_without_capability() {
         true => sandbox,
         false => sandbox.lock_memory(),
@@ -135,14 +141,15 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
         }
         false => sandbox,
     };
-    let (own, others): (Vec<_>, Vec<_>) =
-        sandbox.paths().partition(|path| path.starts_with(state.root()));
+    let paths = sandbox.paths().filter(|path| Some(*path) != elsewhere);
+    let (own, others): (Vec<_>, Vec<_>) = paths.partition(|path| path.starts_with(state.root()));
     let own: Vec<_> = std::iter::once(state.root()).chain(own).collect();
-    if let Err(reason) = own_root::attempt(&own, &others) {
+    let contents = own_root::Contents { own: &own, elsewhere, others: &others };
+    if let Err(reason) = own_root::attempt(contents) {
         tracing::info!(%reason, "the server stays root, without capabilities");
         return Ok(sandbox);
     }
-    own_root::enter(&own, &others)?;
+    own_root::enter(contents)?;
     Ok(sandbox.user(own_root::USER))
 }
 

@@ -14,7 +14,7 @@ use std::{
     os::unix::fs::OpenOptionsExt,
     path::Path,
     process::{Command, Stdio},
-    sync::{OnceLock, mpsc},
+    sync::{Mutex, PoisonError, mpsc},
     thread,
     time::Duration,
 };
@@ -26,6 +26,7 @@ use crate::{
     ipc::{client::Client, protocol::Failure},
     log,
     state::{
+        cache_dir::CACHE_DIR,
         files::{self, Lock},
         paths::StateDir,
     },
@@ -49,14 +50,21 @@ const START_TRIES: u32 = 5;
 /// The unit of the default state directory, which a package or `make install` puts in place.
 const UNIT_INSTALLED: &str = "burgeon.service";
 
-/// A variable for the daemons that this process starts, and its value. An installed unit has
+/// Variables for the daemons that this process starts, and their values. An installed unit has
 /// variables of its own.
-static PASSED_ON: OnceLock<(&str, OsString)> = OnceLock::new();
+static PASSED_ON: Mutex<Vec<(&str, OsString)>> = Mutex::new(Vec::new());
 
 /// Gives the variable to each daemon that this process starts from now on.
 pub fn pass_on(name: &'static str, value: OsString) {
+    let mut passed_on = PASSED_ON.lock().unwrap_or_else(PoisonError::into_inner);
     // The first value stays: a process has one configuration.
-    let _ = PASSED_ON.set((name, value));
+    if !passed_on.iter().any(|(passed, _)| *passed == name) {
+        passed_on.push((name, value));
+    }
+}
+
+fn passed_on() -> Vec<(&'static str, OsString)> {
+    PASSED_ON.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// Starts the daemon and returns when its API answers.
@@ -95,7 +103,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     let failed = |e| Error::io("cannot start the daemon", e);
     let mut child = serving_program("__supervise")
         .arg(state.root())
-        .envs(PASSED_ON.get().cloned())
+        .envs(passed_on())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
@@ -183,6 +191,13 @@ fn start_unit(state: &StateDir) -> Result<()> {
     let installed = StateDir::default_path().is_ok_and(|path| path == state.root())
         && is_loaded(UNIT_INSTALLED);
     if installed {
+        if passed_on().iter().any(|(name, _)| *name == CACHE_DIR) {
+            let what = format!(
+                "{UNIT_INSTALLED} has an environment of its own: write dir = \"…\" in the section [cache] of the \
+                 configuration instead of --cache-dir or {CACHE_DIR}"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
         return start_existing(UNIT_INSTALLED);
     }
     let exe =
@@ -196,7 +211,7 @@ fn start_unit(state: &StateDir) -> Result<()> {
         .arg("--description=Burgeon: lazily mounted file trees")
         .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
         .args(log::variables().map(|(name, value)| format!("--setenv={name}={value}")))
-        .args(PASSED_ON.get().map(|(name, value)| setenv(name, value)))
+        .args(passed_on().iter().map(|(name, value)| setenv(name, value)))
         .arg(exe)
         .arg("__supervise")
         .arg(state.root());

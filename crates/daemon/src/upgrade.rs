@@ -29,7 +29,12 @@ use crate::{
         client::Client,
         protocol::{Reply, Request, Status},
     },
-    state::{paths::StateDir, record::Transport},
+    start,
+    state::{
+        cache_dir::{CACHE_DIR, CacheDir},
+        paths::StateDir,
+        record::Transport,
+    },
 };
 
 /// Time limit for the old supervisor to die, and for systemd to restart the unit: a hundred times
@@ -56,6 +61,10 @@ pub struct Upgraded {
 /// new one does not come up; then any start of a daemon continues.
 pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     let Some(old) = Client::connect(state)? else { return Ok(None) };
+    // Without systemd this process starts the new one, which shall have the same folder.
+    if let Some(dir) = CacheDir::read(state).given(state) {
+        start::pass_on(CACHE_DIR, dir.into());
+    }
     end(old.supervisor()?)?;
     await_restart(state)?;
     let before = await_serving(state, None)?;

@@ -131,6 +131,16 @@ fn show(cache: &HostCache) {
             format!("{half:.1} % at half the size, {same:.1} % now, {twice:.1} % at twice the size")
         },
     );
+    if let Some(problem) = &cache.problem {
+        println!("{:<10} nothing is kept: {problem}", "problem");
+    }
+    if let Some(folder) = &cache.folder {
+        println!("{:<10} {}", "folder", folder.display());
+    }
+    for earlier in &cache.earlier {
+        let shown = earlier.display();
+        println!("{:<10} {shown}: nobody uses it; remove its files to free its space", "earlier");
+    }
     let rows = [
         ("hits", hits),
         ("estimate", estimate),

@@ -141,6 +141,7 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
             "log.level" => level(global, config),
             "log.format" => format(config),
             "store.default" => store(global, config)?,
+            "cache.dir" => cache_dir(global, config)?,
             "cache.size" => amount(&config.cache.size, Value::Null),
             "cache.keep-free" => amount(&config.cache.keep_free, json!("25%")),
             "cache.sharing" => choice(&config.cache.sharing, Sharing::default()),
@@ -205,6 +206,17 @@ fn state_dir(global: &Global, config: &config::Config) -> Result<(Value, Origin)
     Ok(match &config.state_dir {
         Some(setting) => (json!(setting.value), file(setting)),
         None => (json!(StateDir::default_path()?), Origin::Default),
+    })
+}
+
+/// The cache's folder of a daemon that is started now.
+fn cache_dir(global: &Global, config: &config::Config) -> Result<(Value, Origin)> {
+    Ok(match &global.cache_dir {
+        Some(path) => {
+            let origin = given(global, "cache_dir", "--cache-dir", burgeon_daemon::CACHE_DIR);
+            (json!(std::path::absolute(path)?), origin)
+        }
+        None => of_file(&config.cache.dir, Value::Null),
     })
 }
 

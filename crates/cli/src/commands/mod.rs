@@ -57,7 +57,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
-use burgeon_daemon::{DirectoryIdentity, StateDir};
+use burgeon_daemon::{Client, DirectoryIdentity, StateDir};
 use burgeon_image::{builder::Options, catalog::Provenance};
 use burgeon_oci::{Documents, Unpackings};
 use burgeon_source::{Access, Location, Store, registry::Name};
@@ -125,6 +125,7 @@ impl Context {
             false => StateDir::open(&path),
         };
         let state = state.map_err(|e| not_permitted(&path, e))?;
+        place_cache(&state, global.cache_dir.as_deref(), &config)?;
         Ok(Self { state, store, repository, config, json: global.json })
     }
 
@@ -208,6 +209,31 @@ impl Context {
     pub(crate) fn store_location(&self) -> Location {
         self.store.clone().unwrap_or_else(|| self.state.store().into())
     }
+}
+
+/// Takes the cache's folder from `given`, the option, which has to be usable, or from `config`.
+fn place_cache(state: &StateDir, given: Option<&Path>, config: &Config) -> Result<()> {
+    let Some(dir) = given.filter(|dir| !dir.as_os_str().is_empty()) else {
+        if let Some(setting) = &config.cache.dir {
+            burgeon_daemon::configure_cache_dir(setting.value.clone());
+        }
+        return Ok(());
+    };
+    let dir = std::path::absolute(dir)?;
+    burgeon_daemon::check_cache_dir(state, &dir)?;
+    burgeon_daemon::pass_on(burgeon_daemon::CACHE_DIR, dir.clone().into());
+    burgeon_daemon::configure_cache_dir(dir);
+    let (current, next) = burgeon_daemon::cache_dirs(state);
+    if let Some(next) = next
+        && Client::connect(state)?.is_some()
+    {
+        let (current, next) = (current.display(), next.display());
+        eprintln!(
+            "note: the running daemon has its cache in {current}; {next} is for the next daemon: run \
+             `burgeon shutdown` before"
+        );
+    }
+    Ok(())
 }
 
 /// The store `text`, which an option, a variable or the configuration names.

@@ -52,7 +52,7 @@ fn try_make(context: &Context, folder: &Path, bytes: u64) -> Result<()> {
 
 /// True if what is evicted from the cache becomes free in `folder`.
 fn shares_disk(context: &Context, folder: &Path) -> bool {
-    disk(folder).is_some() && disk(folder) == disk(&context.state.cache())
+    disk(folder).is_some() && disk(folder) == disk(&burgeon_daemon::cache_dirs(&context.state).0)
 }
 
 /// The same for an archive, which may be sparse.

@@ -111,6 +111,12 @@ impl Reader<'_> {
             }),
             ["log", "level"] => put(&mut config.log.level, level(value), origin),
             ["log", "format"] => put(&mut config.log.format, choice(value), origin),
+            ["cache", "dir"] => absolute(value).map(|folder| {
+                // The server of another user could not write to it.
+                if self.document.is_own {
+                    config.cache.dir = Some(Setting { value: folder, origin });
+                }
+            }),
             ["cache", "size"] => put(&mut config.cache.size, amount(value), origin),
             ["cache", "keep-free"] => put(&mut config.cache.keep_free, amount(value), origin),
             ["cache", "sharing"] => put(&mut config.cache.sharing, choice(value), origin),
@@ -279,6 +285,7 @@ mod tests {
             state_dir.is_some(),
             log.level.is_some(),
             log.format.is_some(),
+            cache.dir.is_some(),
             cache.size.is_some(),
             cache.keep_free.is_some(),
             cache.sharing.is_some(),

@@ -1,10 +1,11 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 16] = [
+pub(crate) const KEYS: [&str; 17] = [
     "state-dir",
     "log.level",
     "log.format",
+    "cache.dir",
     "cache.size",
     "cache.keep-free",
     "cache.sharing",

@@ -86,6 +86,8 @@ pub(crate) enum Format {
 /// `[cache]`: bounds of the host's cache, unless `burgeon cache resize` has set others.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CacheBounds {
+    /// Only from files of the user who reads them.
+    pub(crate) dir: Option<Setting<PathBuf>>,
     pub(crate) size: Option<Setting<CacheAmount>>,
     pub(crate) keep_free: Option<Setting<CacheAmount>>,
     pub(crate) sharing: Option<Setting<Sharing>>,
@@ -282,10 +284,14 @@ pub(crate) fn begin_daemon() {
             log::begin_at(level, log::Process::Daemon);
         }
     }
-    let CacheBounds { size, keep_free, sharing } = config.cache;
+    let CacheBounds { dir, size, keep_free, sharing } = config.cache;
     let is_shared = sharing.is_some_and(|it| it.value == Sharing::Host);
     let [size, keep_free] = [size, keep_free].map(|amount| amount.map(|it| it.value));
     burgeon_daemon::configure_cache(size, keep_free, is_shared);
+    let given = env::var_os(burgeon_daemon::CACHE_DIR).filter(|dir| !dir.is_empty());
+    if let Some(dir) = given.map(PathBuf::from).or(dir.map(|dir| dir.value)) {
+        burgeon_daemon::configure_cache_dir(dir);
+    }
     for problem in problems {
         log::warn(&format!("the configuration has a problem: {problem}"));
     }

@@ -5,6 +5,7 @@
 //!   /                                           /                   an empty file system, read-only
 //!   ├─ etc, usr, run, proc, sys, …              ├─ etc, usr, …      copies of the mounts, read-only
 //!   ├─ var/lib/burgeon   of root, mode 0700     ├─ var/lib/burgeon  an idmapped copy: of USER
+//!   ├─ ssd/cache         of root                ├─ ssd/cache        the same, if the cache is there
 //!   └─ home, srv, …                             └─ (nothing)
 //! ```
 //!
@@ -37,7 +38,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::btrfs_mount::set_mount_attributes;
 use rustix::{
-    fs::{Access, AtFlags, CWD, Mode, accessat},
+    fs::{Access, AtFlags, CWD, Mode, OFlags, ResolveFlags, accessat, openat2},
     mount::{
         FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
         OpenTreeFlags, UnmountFlags, fsconfig_create, fsmount, fsopen, move_mount, open_tree,
@@ -68,12 +69,24 @@ const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 /// what is in them.
 const WHOLE: [&str; 5] = ["/etc", "/proc", "/run", "/sys", "/usr"];
 
+/// The contents of the root.
+#[derive(Clone, Copy)]
+pub(crate) struct Contents<'a> {
+    /// Folders for [`USER`] in one tree, parents first.
+    pub(crate) own: &'a [&'a Path],
+    /// One more such folder, outside of that tree.
+    pub(crate) elsewhere: Option<&'a Path>,
+    /// What is there, where it exists.
+    pub(crate) others: &'a [&'a Path],
+}
+
 /// Tries [`enter`] in a copy of this process; the error is the reason why it cannot be done here.
-pub(crate) fn attempt(own: &[&Path], others: &[&Path]) -> Result<()> {
-    let there: Vec<&Path> = others.iter().copied().filter(|path| path.exists()).collect();
+pub(crate) fn attempt(contents: Contents<'_>) -> Result<()> {
+    let there: Vec<&Path> = contents.others.iter().copied().filter(|path| path.exists()).collect();
+    let own: Vec<&Path> = contents.own.iter().copied().chain(contents.elsewhere).collect();
     fork::in_a_copy(|| {
-        enter(own, others)?;
-        as_user(own, &there)
+        enter(contents)?;
+        as_user(&own, &there)
     })
 }
 
@@ -101,9 +114,8 @@ fn as_user(own: &[&Path], others: &[&Path]) -> Result<()> {
     }
 }
 
-/// Enters the root, with `own` folders for [`USER`], parents first, and with what is at `others`,
-/// where it exists. The process must have one thread.
-pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+/// Enters the root. The process must have one thread.
+pub(crate) fn enter(Contents { own, elsewhere, others }: Contents<'_>) -> Result<()> {
     let failed = |e: io::Error| Error::io("cannot make a root for the server", e);
     let users = fork::user_namespace(USER).map_err(|e| {
         Error::io("cannot make a user namespace (CAP_SETUID, user.max_user_namespaces)", e)
@@ -111,8 +123,8 @@ pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
     let mut mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
     mounts.retain(|mount| !backing_devices::is_burgeon_device(&mount.source));
     let mut places = Vec::new();
-    for path in mounts_of(own, &mounts) {
-        let copy = copy_of(path).map_err(failed)?;
+    let mapped = |path: &Path| {
+        let copy = copy_of_real(path).map_err(failed)?;
         let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
             | MountAttrFlags::MOUNT_ATTR_NODEV
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
@@ -120,12 +132,19 @@ pub(crate) fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
             let what = "the file system does not show files as another user's (an idmapped mount)";
             Error::io(format!("{}: {what}", path.display()), e)
         })?;
-        places.push((path.to_path_buf(), RootItem::Folder(copy)));
+        Ok::<_, Error>((path.to_path_buf(), RootItem::Folder(copy)))
+    };
+    for path in mounts_of(own, &mounts) {
+        places.push(mapped(path)?);
     }
-    for path in &included(others, &mounts) {
+    for path in &included(others, elsewhere, &mounts) {
         if let Some(place) = place(path).map_err(failed)? {
             places.push((path.clone(), place));
         }
+    }
+    // Last: it may be below one of the others.
+    if let Some(path) = elsewhere {
+        places.push(mapped(path)?);
     }
     namespace::enter(MountPropagationFlags::PRIVATE)?;
     let root = empty().map_err(failed)?;
@@ -182,18 +201,23 @@ enum RootItem {
 
 /// The paths of the root, parents first: those of [`WHOLE`], what is at `others` outside of them, the
 /// mounts on the way, and those below a folder of `/etc`, such as single certificates in a container.
-fn included(others: &[&Path], mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
+fn included(others: &[&Path], elsewhere: Option<&Path>, mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
     let mounts: BTreeSet<&Path> = mounts.iter().map(|it| &*it.target).collect();
     let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));
     let mut included: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
     // A link on most machines, by whose name sockets of resolvers are known.
     included.extend(Some(PathBuf::from("/var/run")).filter(|path| path.is_symlink()));
+    let on_the_way = |path: &Path| {
+        let above = path.ancestors().filter(|it| whole(it) && mounts.contains(*it));
+        above.map(Path::to_owned).collect::<Vec<_>>()
+    };
+    // The folder itself is put there apart.
+    included.extend(elsewhere.and_then(Path::parent).into_iter().flat_map(on_the_way));
     for path in others {
         if !whole(path) {
             included.insert(path.to_path_buf());
         }
-        let on_the_way = path.ancestors().filter(|it| whole(it) && mounts.contains(*it));
-        included.extend(on_the_way.map(Path::to_owned));
+        included.extend(on_the_way(path));
         let below = mounts.iter().filter(|it| path.starts_with("/etc") && it.starts_with(path));
         included.extend(below.map(|it| it.to_path_buf()));
     }
@@ -253,6 +277,16 @@ fn copy_of(path: &Path) -> io::Result<OwnedFd> {
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
     Ok(open_tree(CWD, path, flags)?)
+}
+
+/// The same for a folder whose path has been checked: it has no symlink in it.
+fn copy_of_real(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH;
+    Ok(open_tree(folder, "", flags)?)
 }
 
 /// A detached, empty file system.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
-use burgeon_cache::{Cache, Domain, policy::Forecast};
+use burgeon_cache::{Cache, CacheState, ChunkStore, Domain, disk::Refused, policy::Forecast};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
 use burgeon_volume::{CacheAccess, chunk_keys};
@@ -21,7 +21,7 @@ use crate::{
         link::{CacheOrder, FromServer},
         protocol::{CacheAnswer, HostCache, ReadBytes},
     },
-    state::{cache::Bounds, paths::StateDir},
+    state::{cache::Bounds, cache_dir::CacheDir, paths::StateDir},
 };
 
 /// Opens the cache of this host. Settings that cannot be read are no reason to serve nothing.
@@ -32,10 +32,17 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
     });
     let settings = bounds.settings();
     // Of a disk that cannot be looked at, the cache says so itself.
-    let size = rustix::fs::statvfs(state.cache()).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
+    let dir = CacheDir::read(state);
+    let folder = dir.folder(state);
+    let size = rustix::fs::statvfs(&folder).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
     let limit = settings.limit.map_or(size, |limit| limit.of(size));
     let policy = Forecast::new(limit, std::process::id().into());
-    Ok(Arc::new(Cache::open(&state.cache(), settings, Box::new(policy))?))
+    if let Some(problem) = dir.problem {
+        // The server has no right to that folder; a new one gets it when it can be used.
+        let refused = Arc::new(Refused::new(problem));
+        return Ok(Arc::new(Cache::over(refused, settings, Box::new(policy))));
+    }
+    Ok(Arc::new(Cache::open(&folder, settings, Box::new(policy))?))
 }
 
 /// The domain of trust of an image that is read from `store` with `access`, with layers at
@@ -175,7 +182,15 @@ impl Serving {
     pub(super) fn host_cache(&self) -> HostCache {
         let report = self.cache.report();
         let (reads, now) = (self.look_at_reads(), Instant::now());
+        let problem = match self.cache.state() {
+            CacheState::Writing => None,
+            CacheState::NoSpace { reason } | CacheState::Stopped { reason } => Some(reason),
+        };
         HostCache {
+            // The supervisor knows the folders.
+            folder: None,
+            earlier: Vec::new(),
+            problem,
             used: report.used,
             limit: report.limit,
             floor: report.floor,

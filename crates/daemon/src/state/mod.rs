@@ -9,6 +9,7 @@ pub(crate) mod access;
 pub(crate) mod attributes;
 pub(crate) mod built;
 pub(crate) mod cache;
+pub(crate) mod cache_dir;
 pub(crate) mod checksums;
 pub(crate) mod complete;
 pub(crate) mod directory_identity;

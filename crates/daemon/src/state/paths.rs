@@ -7,6 +7,7 @@
 //!   images/<digest>/complete/  plain, sums, seed …               all of its data, may be lost
 //!   cache/                     chunks of all images              may be lost
 //!   cache.json                 its limits, as the user set them
+//!   cache-dir.json             its folder, if that is on another disk; not the server's to write
 //!   built/<digest>             record that this host built the image from its own files
 //!   profiles/<digest>          profile of an image whose store is read-only
 //!   provenance/<digest>        facts about an image that its store is not trusted for
@@ -192,6 +193,11 @@ impl StateDir {
     /// The reads of a mount that a server has recorded, for the supervisor.
     pub(crate) fn recorded_reads(&self, id: MountId) -> PathBuf {
         self.run().join(format!("reads-{id}"))
+    }
+
+    /// The record of the cache's folder, if that is or was another one.
+    pub(crate) fn cache_dir_record(&self) -> PathBuf {
+        self.root.join("cache-dir.json")
     }
 
     /// The settings of that cache.

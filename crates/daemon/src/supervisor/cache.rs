@@ -13,9 +13,9 @@ use super::Supervisor;
 use crate::{
     ipc::{
         link::CacheOrder,
-        protocol::{CacheAnswer, CacheRequest},
+        protocol::{CacheAnswer, CacheRequest, HostCache},
     },
-    state::{cache::Bounds, complete, space},
+    state::{cache::Bounds, cache_dir::CacheDir, complete, space},
 };
 
 impl Supervisor {
@@ -46,10 +46,18 @@ impl Supervisor {
         };
         let waited = self.changed.wait_while(table, is_pending);
         let mut table = waited.unwrap_or_else(PoisonError::into_inner);
-        match table.cache_answers.remove(&number) {
-            Some((mut answer, None)) => {
-                answer.bytes += freed;
-                Ok(answer)
+        let answered = table.cache_answers.remove(&number);
+        // Looking at folders may take long.
+        drop(table);
+        match answered {
+            Some((answer, None)) => {
+                let dir = CacheDir::read(&self.state);
+                let cache = HostCache {
+                    folder: Some(dir.folder(&self.state)),
+                    earlier: dir.earlier(),
+                    ..answer.cache
+                };
+                Ok(CacheAnswer { bytes: answer.bytes + freed, chunks: answer.chunks, cache })
             }
             Some((_, Some(failure))) => Err(failure.into()),
             None => Err(no_server()),
@@ -63,7 +71,8 @@ impl Supervisor {
     pub(super) fn make_room(&self, bytes: u64) {
         let free = |folder: &Path| space::free_space(folder).ok();
         let Some(free) = free(&self.state.mounts()).filter(|free| *free < bytes) else { return };
-        let is_one_disk = disk(&self.state.cache()) == disk(&self.state.mounts());
+        let is_one_disk =
+            disk(&CacheDir::read(&self.state).folder(&self.state)) == disk(&self.state.mounts());
         if !is_one_disk {
             return;
         }

@@ -33,7 +33,9 @@ use crate::{
         wire,
     },
     roles,
-    state::{cache::remove_earlier, files::Lock, paths::StateDir, record::Attach},
+    state::{
+        cache::remove_earlier, cache_dir::CacheDir, files::Lock, paths::StateDir, record::Attach,
+    },
 };
 
 /// A server that lived this long was healthy: its successor is started at once.
@@ -103,6 +105,9 @@ impl Supervisor {
     fn spawn(&self) -> Result<Running> {
         let failed = |e| Error::io("cannot start the serving process", e);
         remove_earlier(&self.state);
+        if let Err(error) = CacheDir::settle(&self.state) {
+            tracing::warn!(%error, "cannot record the cache's folder: it is that of the state directory");
+        }
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let child = program::start("__serve", self.state.root(), theirs).map_err(failed)?;
         let understands = Understands::ALL;

@@ -34,6 +34,15 @@ pub struct Status {
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
 #[serde(default)]
 pub struct HostCache {
+    /// Its folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folder: Option<PathBuf>,
+    /// The reason why it keeps nothing now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+    /// The folders of earlier caches, which nobody uses.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub earlier: Vec<PathBuf>,
     /// Bytes that it takes now.
     pub used: u64,
     /// Most that it may take now.

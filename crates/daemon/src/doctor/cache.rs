@@ -1,0 +1,37 @@
+//! Checks the folder of the host's cache, and looks for those of earlier caches.
+
+use super::{Finding, Level};
+use crate::state::{
+    cache_dir::{self, CacheDir},
+    paths::StateDir,
+};
+
+/// The folder of the running server, or that of the next one, and earlier ones.
+pub(super) fn examine(state: &StateDir, is_served: bool) -> Vec<Finding> {
+    let record = CacheDir::read(state);
+    let (folder, problem) = match is_served {
+        true => (record.folder(state), record.problem.clone()),
+        false => cache_dir::next(state),
+    };
+    let mut findings = vec![match problem {
+        None => Finding::fine("cache", format!("in {}", folder.display())),
+        Some(problem) => Finding::bad(
+            Level::Problem,
+            "cache",
+            problem,
+            "data is fetched again and again",
+            "remove the cause; then run `burgeon upgrade`, if a daemon runs",
+        ),
+    }];
+    findings.extend(record.earlier().iter().map(|earlier| {
+        let (shown, bytes) = (earlier.display(), cache_dir::allocated(earlier));
+        Finding::bad(
+            Level::Warning,
+            "earlier cache",
+            format!("{shown} has {} MiB, which nobody uses", bytes.div_ceil(1 << 20)),
+            "its space",
+            "remove its files, or have the cache there again",
+        )
+    }));
+    findings
+}
