@@ -13,7 +13,7 @@ use std::{
 
 use rustix::fs::{FallocateFlags, fallocate};
 use serde_json::Value;
-use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+use testkit::{Burgeon, OciLayout, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const FILES: u64 = 20;
@@ -475,6 +475,60 @@ fn the_cache_makes_room_for_builds_and_pulls() {
     let for_pull = shown(&burgeon, "evicted");
     assert!(for_pull >= for_build + (7 << 20), "{for_build}, then {for_pull} bytes");
     drop_caches();
+    assert_same(&trees[0], &at);
+    burgeon.umount(reading);
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}
+
+#[test]
+fn the_cache_makes_room_for_images_of_unknown_size() {
+    /// A child asks for this much ahead of what it has stored; a command has as much beside it.
+    const AHEAD: u64 = (64 + 64) << 20;
+    let space = Space::new("cache-unknown-room");
+    let folder = space.make_folder("disk");
+    let disk = space.disk(&folder, 320 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, folder.join("state"));
+    let trees = [1000, 2000, 3000].map(|seed| tree(&space, &format!("{seed}"), FILES, seed));
+    let data = FILES * FILE_LEN as u64;
+    burgeon.build(&trees[0], "one");
+    let at = space.path("at");
+    let reading = burgeon.mount("one", &at, &["--read-only", "--profile", "none"]);
+    cache(&burgeon, &["resize", "--keep-free", "1M"]);
+    let free = || {
+        let disk = rustix::fs::statvfs(&folder).unwrap();
+        disk.f_bavail * disk.f_frsize
+    };
+    let mut archives = trees[1..].iter().map(|tree| {
+        let tar = Command::new("tar").args(["-cf", "-", "-C"]).arg(tree).arg(".").output().unwrap();
+        assert!(tar.status.success(), "{tar:?}");
+        tar.stdout
+    });
+    let evicts = |what: &str, work: &dyn Fn()| {
+        drop_caches();
+        assert_same(&trees[0], &at);
+        assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= data));
+        let hog = File::create(folder.join("hog")).unwrap();
+        fallocate(&hog, FallocateFlags::empty(), 0, free() - AHEAD + (8 << 20)).unwrap();
+        let before = shown(&burgeon, "evicted");
+        work();
+        let after = shown(&burgeon, "evicted");
+        assert!(after >= before + (7 << 20), "{what}: {before}, then {after} bytes");
+        fs::remove_file(folder.join("hog")).unwrap();
+    };
+    let archive = space.path("archive.tar");
+    fs::write(&archive, archives.next().unwrap()).unwrap();
+    evicts("build from standard input", &|| {
+        let stdin = File::open(&archive).unwrap();
+        let built = burgeon.command(&["build", "-", "piped"]).stdin(stdin).output().unwrap();
+        assert!(built.status.success(), "{built:?}");
+    });
+    let layout = space.path("layout");
+    let layer = ("application/vnd.oci.image.layer.v1.tar", archives.next().unwrap());
+    OciLayout::by_hand(&layout, None, &[layer], |_| ()).unwrap();
+    let layout = format!("oci-layout:{}", layout.display());
+    evicts("build from a layout", &|| drop(burgeon.ok(&["build", &layout, "copied"])));
+    evicts("pull from a layout", &|| drop(burgeon.ok(&["pull", &layout])));
     assert_same(&trees[0], &at);
     burgeon.umount(reading);
     burgeon.ok(&["shutdown"]);

@@ -65,7 +65,7 @@ pub use id::{Fsid, MountId};
 pub use ipc::{client::Client, protocol, status_socket};
 pub use opener::open_files;
 pub use prepare::{make_ready, prepare_process};
-pub use reader::{read_elsewhere, read_process};
+pub use reader::{ReaderParent, read_elsewhere, read_process};
 pub use roles::Reach;
 pub use server::serve_forever;
 pub use start::{UNIT_PROPERTIES, notify_systemd, pass_on};

@@ -4,6 +4,8 @@
 //!   burgeon build, index, mount, pull ── job, an open archive ──────► burgeon __read: sandbox, job
 //!        ▲   ◄── request: the login for a registry ─────────────────────┤
 //!        │   ─── the login, if the user named that registry ───────────►│
+//!        │   ◄── request: room for what it stores next ─────────────────┤
+//!        │   ─── the cache has evicted as much as it could ────────────►│
 //!        └────── the result, or an error ───────────────────────────────┘
 //! ```
 //!
@@ -24,7 +26,7 @@ use std::{
         unix::net::UnixStream,
     },
     process::{Child, ExitCode, Stdio},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -55,15 +57,19 @@ struct Begin<J> {
 #[derive(Serialize, Deserialize)]
 enum Said<T> {
     Login(Name),
+    /// So many bytes are stored next.
+    Room(u64),
     Done(T),
     Failed(Failure),
 }
 
-/// Runs `job` in a child that can reach only `reach`. `archive` is sent along.
+/// Runs `job` in a child that can reach only `reach`. `archive` is sent along. `make_room` gets the
+/// bytes that the child, which is not to be trusted, says it will store.
 pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
     reach: Reach,
     job: J,
     archive: Option<BorrowedFd<'_>>,
+    make_room: impl Fn(u64),
 ) -> Result<T> {
     let failed = |e| Error::io("cannot start a process that reads the image", e);
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
@@ -96,6 +102,10 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
             Some((Said::Login(asked), _)) => {
                 let login = log_in(&known, registry.as_ref(), &asked).map_err(Failure::from);
                 wire::send(&ours, &login, &[])?;
+            }
+            Some((Said::Room(bytes), _)) => {
+                make_room(bytes);
+                wire::send(&ours, &(), &[])?;
             }
             None => {
                 let status = child.0.wait().map_err(failed)?;
@@ -131,11 +141,36 @@ impl Drop for Ended {
     }
 }
 
+/// The command that this process reads for.
+#[derive(Clone)]
+pub struct ReaderParent(Arc<Mutex<UnixStream>>);
+
+impl ReaderParent {
+    /// Has it make room for so many bytes, as far as it can, and waits until that is done.
+    pub fn make_room(&self, bytes: u64) {
+        // Without an answer the command has ended, which ends this process; storing tells the rest.
+        let _ = self.ask::<()>(&Said::Room(bytes));
+    }
+
+    /// Sends a request, and receives the answer to it.
+    fn ask<T: DeserializeOwned>(&self, request: &Said<()>) -> Result<T> {
+        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        wire::send(&stream, request, &[])?;
+        match wire::receive(&stream)? {
+            Some((answer, _)) => Ok(answer),
+            None => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the command that this is read for has ended",
+            )),
+        }
+    }
+}
+
 /// The main function of the process `burgeon __read`: `perform` does the job, with the archive that
 /// was sent along.
 pub fn read_process<J: DeserializeOwned, T: Serialize>(
     arguments: &[OsString],
-    perform: impl FnOnce(J, &Access, Option<File>) -> Result<T>,
+    perform: impl FnOnce(J, &Access, Option<File>, &ReaderParent) -> Result<T>,
 ) -> ExitCode {
     let stream = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
     let (Ok(stream), []) = (stream, arguments) else { return ExitCode::from(2) };
@@ -146,14 +181,16 @@ pub fn read_process<J: DeserializeOwned, T: Serialize>(
         return ExitCode::FAILURE;
     }
     let archive = fds.into_iter().next().map(File::from);
-    let done = confine(&begin.reach, &stream).and_then(|()| {
+    let parent = ReaderParent(Arc::new(Mutex::new(stream)));
+    let done = confine(&begin.reach, &parent).and_then(|()| {
         let access = Access::from_env().and(begin.login);
-        perform(begin.job, &access, archive)
+        perform(begin.job, &access, archive, &parent)
     });
     let (said, code) = match done {
         Ok(done) => (Said::Done(done), ExitCode::SUCCESS),
         Err(e) => (Said::Failed(e.into()), ExitCode::FAILURE),
     };
+    let stream = parent.0.lock().unwrap_or_else(PoisonError::into_inner);
     match wire::send(&stream, &said, &[]) {
         Ok(()) => code,
         Err(_) => ExitCode::FAILURE,
@@ -161,25 +198,16 @@ pub fn read_process<J: DeserializeOwned, T: Serialize>(
 }
 
 /// Drops all rights that the job does not need.
-fn confine(reach: &Reach, stream: &UnixStream) -> Result<()> {
+fn confine(reach: &Reach, parent: &ReaderParent) -> Result<()> {
     burgeon_sandbox::accept_the_oom_killer()?;
     harden::bound_memory_of_readers();
     reach.sandbox().enter()?;
     roles::do_without_helpers();
-    let stream = stream
-        .try_clone()
-        .map_err(|e| Error::io("cannot talk to the command that this process reads for", e))?;
-    let stream = Mutex::new(stream);
+    let parent = parent.clone();
     ask_for_credentials_by(Box::new(move |name| {
-        let stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
-        wire::send(&stream, &Said::<()>::Login(name.clone()), &[])?;
-        match wire::receive::<std::result::Result<Access, Failure>>(&stream)? {
-            Some((login, _)) => Ok(login?),
-            None => Err(Error::new(
-                ErrorKind::Unavailable,
-                "the command that this is read for has ended",
-            )),
-        }
+        let login =
+            parent.ask::<std::result::Result<Access, Failure>>(&Said::Login(name.clone()))?;
+        Ok(login?)
     }));
     Ok(())
 }

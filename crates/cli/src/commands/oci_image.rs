@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{
     Context, built, far, mistakes, named,
     reading::{self, Elsewhere},
-    work::with_work,
+    work::{MakeRoom, with_work},
 };
 use crate::{args, output};
 
@@ -120,7 +120,8 @@ pub(super) fn find(
     let begun = Instant::now();
     store.check_writable()?;
     let options = context.build_options();
-    let none = (&Access::default(), &ReadLayers::default());
+    // What is here stores nothing.
+    let none: (_, _, MakeRoom<'_>) = (&Access::default(), &ReadLayers::default(), &|_| ());
     let found = with_work(context, &text, pull, &options, none, |work| {
         burgeon_oci::find_here(&store, &source, want, work)
     })?;
@@ -185,7 +186,7 @@ pub(super) fn has_checked(context: &Context, text: &str) -> burgeon_block::Resul
     let store = Store::open(&context.store_location(), &Access::default())?;
     let (options, access, read) =
         (context.build_options(), Access::default(), ReadLayers::default());
-    with_work(context, text, Pull::default(), &options, (&access, &read), |work| {
+    with_work(context, text, Pull::default(), &options, (&access, &read, &|_| ()), |work| {
         burgeon_oci::find_here(&store, &source, ImageForm::Checked, work)
     })
     .map(|found| found.is_some())

@@ -71,6 +71,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let shown = &place.shown;
     if !args.eager {
         let digest = record.digest()?;
+        room::make(context, context.state.root(), room::for_metadata(&record));
         burgeon_daemon::make_ready(&context.state, &place.store, &place.access, digest)?;
         if context.json {
             output::print_json(&json!({ "image": shown, "store": place.store }))?;

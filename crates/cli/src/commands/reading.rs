@@ -18,7 +18,7 @@ use std::{
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
-use burgeon_daemon::{Reach, StateDir, read_elsewhere, read_process};
+use burgeon_daemon::{Reach, ReaderParent, StateDir, read_elsewhere, read_process};
 use burgeon_image::{
     builder::{self, Options, Report},
     catalog::{self, Copied, ImageProvenance, ImageRecord},
@@ -32,7 +32,11 @@ use burgeon_source::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Context, work::with_work};
+use super::{
+    Context,
+    room::{self, StepByStep},
+    work::{MakeRoom, with_work},
+};
 use crate::{config::Config, progress::Progress};
 
 /// The child's task.
@@ -256,7 +260,13 @@ fn have_done(
         xxhash64: options.checksum == ChecksumKind::Xxhash64,
         task,
     };
-    let made: Made = read_elsewhere(reach, job, archive.map(AsFd::as_fd))?;
+    let folders =
+        [context.store_location().folder().map(Path::to_owned), Some(context.state.scratch()?)];
+    let make_room = |bytes: u64| {
+        // A hostile image must not empty the cache by what it says of itself.
+        folders.iter().flatten().for_each(|it| room::make(context, it, bytes.min(room::STEP)));
+    };
+    let made: Made = read_elsewhere(reach, job, archive.map(AsFd::as_fd), make_room)?;
     let recorded = record_read(context, source, &made);
     match (made.done, recorded) {
         (Done::Differs(why), _) => Err(Error::new(ErrorKind::Corrupt, why)),
@@ -336,9 +346,14 @@ pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
     read_process(arguments, perform)
 }
 
-fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
+fn perform(
+    job: Job,
+    access: &Access,
+    archive: Option<File>,
+    parent: &ReaderParent,
+) -> Result<Made> {
     let read = ReadLayers::default();
-    let made = make(job, access, archive, &read);
+    let made = make(job, archive, (access, &read, &|bytes| parent.make_room(bytes)));
     let read = read.into_inner();
     match made {
         // The command records the layer, and then fails.
@@ -349,7 +364,11 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
     }
 }
 
-fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> Result<Made> {
+fn make(
+    job: Job,
+    archive: Option<File>,
+    (access, read, make_room): (&Access, &ReadLayers, MakeRoom<'_>),
+) -> Result<Made> {
     let context = Context {
         state: StateDir::looked_at(job.state),
         store: job.store,
@@ -375,9 +394,10 @@ fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> 
                 (None, Form::Whole) => ImageForm::Whole,
             };
             let source = parse(&text)?;
-            let found = with_work(&context, &text, pull, &options, (access, read), |work| {
-                burgeon_oci::find_or_build(&store, &source, want, work)
-            });
+            let found =
+                with_work(&context, &text, pull, &options, (access, read, make_room), |work| {
+                    burgeon_oci::find_or_build(&store, &source, want, work)
+                });
             Done::Found(match found.map_err(|e| named(&source, &text, e))? {
                 Found::Image(image) => Elsewhere::Made(image),
                 Found::Ours(name) => {
@@ -394,29 +414,36 @@ fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> 
         }
         Task::Unpack { text } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let read = with_work(&context, &text, pull, &options, (access, read), |work| {
-                burgeon_oci::unpack(&source, work)
-            });
+            let read =
+                with_work(&context, &text, pull, &options, (access, read, make_room), |work| {
+                    burgeon_oci::unpack(&source, work)
+                });
             read.map_err(|e| named(&source, &text, e))?;
             Done::Unpacked
         }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let indexed = with_work(&context, &text, pull, &options, (access, read), |work| {
-                burgeon_oci::index(&store, &source, push, work)
-            });
+            let indexed =
+                with_work(&context, &text, pull, &options, (access, read, make_room), |work| {
+                    burgeon_oci::index(&store, &source, push, work)
+                });
             Done::Indexed(indexed.map_err(|e| named(&source, &text, e))?)
         }
         Task::Build { text, name } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let built = with_work(&context, &text, pull, &options, (access, read), |work| {
-                burgeon_oci::build(&store, &source, &name, work)
-            });
+            let built =
+                with_work(&context, &text, pull, &options, (access, read, make_room), |work| {
+                    burgeon_oci::build(&store, &source, &name, work)
+                });
             Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))
         }
         Task::Copy { from, record } => {
             let progress = Progress::new(format!("pulling {from}"));
-            let show = |done, total| progress.update(done, Some(total));
+            let stored = StepByStep::new(make_room);
+            let show = |done, total| {
+                stored.reached(done);
+                progress.update(done, Some(total));
+            };
             let copied = catalog::copy(&Store::open(&from, access)?, &store, &record, &show);
             progress.finish();
             Done::Copied(copied?)
@@ -424,7 +451,11 @@ fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> 
         Task::BuildArchive { path, len, name } => {
             let archive = archive.ok_or_else(something_else)?;
             let progress = Progress::new(format!("building {name}"));
-            let show = |now: &builder::Progress| progress.update(now.bytes, now.bytes_total);
+            let stored = StepByStep::new(make_room);
+            let show = |now: &builder::Progress| {
+                stored.reached(now.stored_bytes);
+                progress.update(now.bytes, now.bytes_total);
+            };
             let built = builder::from_tar(&store, &name, archive, len, &options, &show);
             progress.finish();
             Done::Built(Box::new(built.map_err(|e| {

@@ -6,11 +6,16 @@
 //!
 //! The estimate is no limit: the command stores what it has to, and reports a full disk. Without a
 //! daemon nobody evicts.
+//!
+//! Archives on standard input have no size, and those of others state one that nobody has checked. A
+//! child that reads them therefore asks for room step by step, just ahead of what it has stored
+//! ([`StepByStep`]): a stated size evicts nothing.
 
 use std::{
     fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 use burgeon_block::Result;
@@ -18,9 +23,13 @@ use burgeon_daemon::{
     Client,
     protocol::{CacheRequest, Reply, Request},
 };
+use burgeon_image::catalog::ImageRecord;
 use rustix::fs::statvfs;
 
 use super::{Context, full::free_in};
+
+/// The room that a child asks for ahead of what it has stored.
+pub(super) const STEP: u64 = 64 << 20;
 
 /// Beside the image: for the file system's own blocks and for records.
 const MARGIN: u64 = 64 << 20;
@@ -48,6 +57,36 @@ fn try_make(context: &Context, folder: &Path, bytes: u64) -> Result<()> {
         ask(CacheRequest::Evict { bytes: wanted - free })?;
     }
     Ok(())
+}
+
+/// An estimate of the seed and the map of an image, which are made before its data is needed.
+pub(super) fn for_metadata(image: &ImageRecord) -> u64 {
+    // The manifest is compressed; a seed has some hundred bytes for each file.
+    image.manifest_bytes.saturating_mul(4).saturating_add(image.inodes.saturating_mul(1024))
+}
+
+/// Asks for room while data is stored, so that there is a [`STEP`] ahead of it.
+pub(super) struct StepByStep<'a> {
+    ask: &'a (dyn Fn(u64) + Sync),
+    /// The position at which it asks next.
+    next: AtomicU64,
+}
+
+impl<'a> StepByStep<'a> {
+    /// Asks by `ask`.
+    pub(super) fn new(ask: &'a (dyn Fn(u64) + Sync)) -> Self {
+        Self { ask, next: AtomicU64::new(0) }
+    }
+
+    /// So many bytes are stored.
+    pub(super) fn reached(&self, bytes: u64) {
+        let next = self.next.load(Relaxed);
+        // One of several threads asks.
+        let then = bytes.saturating_add(STEP / 2);
+        if bytes >= next && self.next.compare_exchange(next, then, Relaxed, Relaxed).is_ok() {
+            (self.ask)(STEP);
+        }
+    }
 }
 
 /// True if what is evicted from the cache becomes free in `folder`.
@@ -91,4 +130,29 @@ fn allocated(tree: &Path) -> u64 {
 /// The number of the file system of `path`.
 fn disk(path: &Path) -> Option<u64> {
     fs::metadata(path).ok().map(|metadata| metadata.dev())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::{STEP, StepByStep};
+
+    #[test]
+    fn room_is_asked_for_ahead_of_what_is_stored() {
+        let asked = Mutex::new(Vec::new());
+        let ask = |bytes| asked.lock().unwrap().push(bytes);
+        let steps = StepByStep::new(&ask);
+        let mut furthest = 0;
+        for reached in (0..=4 * STEP).step_by(1 << 20) {
+            let before = asked.lock().unwrap().len();
+            steps.reached(reached);
+            if asked.lock().unwrap().len() > before {
+                furthest = reached + STEP;
+            }
+            assert!(furthest >= reached + STEP / 2, "at {reached}");
+        }
+        let asked = asked.into_inner().unwrap();
+        assert!(asked.len() <= 10 && asked.iter().all(|bytes| *bytes == STEP), "{asked:?}");
+    }
 }

@@ -4,23 +4,33 @@ use burgeon_image::builder::{self, Options};
 use burgeon_oci::{Pull, ReadLayers, Tags, Work};
 use burgeon_source::{Access, Directory};
 
-use super::{Context, named};
+use super::{Context, named, room::StepByStep};
 use crate::progress::Progress;
 
-/// Does `what` with a progress display.
+/// Has room made for bytes that are stored next.
+pub(super) type MakeRoom<'a> = &'a (dyn Fn(u64) + Sync);
+
+/// Does `what` with a progress display. `make_room` is called ahead of what is stored.
 pub(super) fn with_work<T>(
     context: &Context,
     text: &str,
     pull: Pull,
     options: &Options,
-    (access, read): (&Access, &ReadLayers),
+    (access, read, make_room): (&Access, &ReadLayers, MakeRoom<'_>),
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> burgeon_block::Result<T> {
     let shown = named::public(text);
     let (fetch, made) =
         (Progress::new(format!("fetching {shown}")), Progress::new(format!("building {shown}")));
-    let fetching = |done, total| fetch.update(done, Some(total));
-    let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
+    let (fetched, built) = (StepByStep::new(make_room), StepByStep::new(make_room));
+    let fetching = |done, total| {
+        fetched.reached(done);
+        fetch.update(done, Some(total));
+    };
+    let building = |now: &builder::Progress| {
+        built.reached(now.stored_bytes);
+        made.update(now.bytes, now.bytes_total);
+    };
     let own = match context.store {
         None => Some(Directory::open(context.state.store())?),
         Some(_) => None,
