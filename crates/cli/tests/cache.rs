@@ -146,6 +146,38 @@ fn users_see_and_change_the_cache() {
     burgeon.umount(mounted);
 }
 
+#[test]
+fn an_image_whose_map_lies_in_named_writes_is_dropped() {
+    let space = Space::new("cache-drop-writes");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let trees = [tree(&space, "one", FILES, 1000), tree(&space, "two", FILES, 2000)];
+    let [at, other] = ["at", "other"].map(|name| space.path(name));
+    burgeon.build(&trees[0], "one");
+    burgeon.build(&trees[1], "two");
+    let kept = burgeon.mount("one", &at, &["--writes", "w", "--profile", "none"]);
+    assert_same(&trees[0], &at);
+    let all = FILES * FILE_LEN as u64;
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+    let forget_prepared = || {
+        for image in fs::read_dir(burgeon.state().join("images")).unwrap().flatten() {
+            let _ = fs::remove_file(image.path().join("map"));
+        }
+    };
+    let drop_one = || cache(&burgeon, &["drop", "one"])["chunks"].as_u64().unwrap();
+    // While it is mounted, and while it is not.
+    forget_prepared();
+    assert!(drop_one() > 0);
+    drop_caches();
+    assert_same(&trees[0], &at);
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+    let mounted = burgeon.mount("two", &other, &["--read-only", "--profile", "none"]);
+    burgeon.umount(kept);
+    forget_prepared();
+    assert!(drop_one() > 0);
+    assert_same(&trees[1], &other);
+    burgeon.umount(mounted);
+}
+
 /// The effective user of the server.
 fn user_of_server(burgeon: &Burgeon) -> String {
     let server = burgeon.status()["server_pid"].as_u64().unwrap();

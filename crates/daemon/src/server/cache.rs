@@ -21,7 +21,7 @@ use crate::{
         link::{CacheOrder, FromServer},
         protocol::{CacheAnswer, HostCache, ReadBytes},
     },
-    state::{cache::Bounds, cache_dir::CacheDir, paths::StateDir},
+    state::{cache::Bounds, cache_dir::CacheDir, paths::StateDir, writes},
 };
 
 /// Opens the cache of this host. Settings that cannot be read are no reason to serve nothing.
@@ -153,15 +153,33 @@ impl Serving {
 
     /// Forgets the chunks of an image in all domains that it is read in now.
     fn drop_image(&self, digest: &Digest) -> Result<(u64, u64)> {
-        let folder = self.state.image(digest);
-        let map = Arc::new(AddressMap::open(&folder.join("map"))?);
+        let volumes = self.volumes.of_image(&self.state.image(digest));
+        let map = match volumes.first() {
+            Some(volume) => Arc::clone(volume.map()),
+            None => Arc::new(self.map_of(digest)?),
+        };
+        let domains = volumes.iter().map(|volume| volume.domain());
         let before = self.cache.report();
-        for domain in self.volumes.domains(&folder).into_iter().chain([Domain::PUBLIC]) {
+        for domain in domains.chain([Domain::PUBLIC]) {
             self.cache.drop_keys(&chunk_keys(&map, &domain));
         }
         let after = self.cache.report();
         let evicted = after.evicted - before.evicted;
         Ok((evicted, before.chunks.saturating_sub(after.chunks)))
+    }
+
+    /// The address map of an image that is not open: prepared, or in the named writes of it.
+    fn map_of(&self, digest: &Digest) -> Result<AddressMap> {
+        let prepared = AddressMap::open(&self.state.image(digest).join("map"));
+        let Err(error) = prepared else { return prepared };
+        let is_of_image = |name: &String| {
+            let record = writes::find(&self.state, name).ok().flatten();
+            record.is_some_and(|record| record.manifest.0 == *digest)
+        };
+        let names = writes::names(&self.state)?;
+        let folders = names.iter().filter(|name| is_of_image(name));
+        let mut maps = folders.map(|name| writes::folder(&self.state, name).join("map"));
+        maps.find_map(|map| AddressMap::open(&map).ok()).ok_or(error)
     }
 
     /// The bytes that mounts have read until now.

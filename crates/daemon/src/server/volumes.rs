@@ -17,7 +17,6 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
-use burgeon_cache::Domain;
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
@@ -78,15 +77,14 @@ impl Openings {
         Arc::clone(lock(&self.0).entry(origin.clone()).or_default())
     }
 
-    /// The domains of trust in which the image in `folder` is open.
-    pub(super) fn domains(&self, folder: &Path) -> Vec<Domain> {
+    /// The open volumes of the image in `folder`, one for each store and domain of trust.
+    pub(super) fn of_image(&self, folder: &Path) -> Vec<Arc<ImageVolume>> {
         let of_image = |(origin, opening): (&Origin, &Arc<Opening>)| {
             (origin.cache.parent() == Some(folder)).then(|| Arc::clone(opening))
         };
         // An entry may be locked until a store answers: not with the lock of all.
         let openings: Vec<_> = lock(&self.0).iter().filter_map(of_image).collect();
-        let volumes = openings.iter().filter_map(|opening| lock(opening).upgrade());
-        volumes.map(|volume| volume.domain()).collect()
+        openings.iter().filter_map(|opening| lock(opening).upgrade()).collect()
     }
 
     /// Drops the volumes without users.
