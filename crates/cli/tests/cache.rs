@@ -134,6 +134,17 @@ fn users_see_and_change_the_cache() {
     burgeon.fails(&["cache", "resize", "101%"], 2, "101%");
     burgeon.fails(&["cache", "scrub", "--rate", "0"], 2, "nothing is ever read");
 
+    // A scrub ends with its command.
+    drop_caches();
+    assert_same(&tree, &at);
+    let is_scrubbing = || cache(&burgeon, &["status"])["cache"]["scrubbing"] == true;
+    let mut scrub = burgeon.command(&["cache", "scrub", "--rate", "1"]).spawn().unwrap();
+    assert!(wait_until(PATIENCE, is_scrubbing));
+    assert!(burgeon.ok(&["cache", "status"]).contains("scrub      runs"));
+    scrub.kill().unwrap();
+    scrub.wait().unwrap();
+    assert!(wait_until(PATIENCE, || !is_scrubbing()));
+
     // The limit outlives the server and the daemon.
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
     drop_caches();

@@ -134,6 +134,9 @@ fn show(cache: &HostCache) {
     if let Some(problem) = &cache.problem {
         println!("{:<10} nothing is kept: {problem}", "problem");
     }
+    if cache.scrubbing {
+        println!("{:<10} runs", "scrub");
+    }
     if let Some(folder) = &cache.folder {
         println!("{:<10} {}", "folder", folder.display());
     }

@@ -50,6 +50,10 @@ use crate::{
 /// the previous one and ignores those that only later ones have.
 pub(crate) const VERSION: u32 = 6;
 
+/// The rate of a `Scrub` that only ends the one that runs. Earlier servers end it, too, and read
+/// nothing more than a chunk.
+pub(crate) const END_SCRUB: u64 = 0;
+
 /// The first version whose servers have files opened for them.
 const FIRST_WITH_OPENER: u32 = 3;
 

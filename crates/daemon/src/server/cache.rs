@@ -18,7 +18,7 @@ use burgeon_volume::{CacheAccess, chunk_keys};
 use super::{Serving, lock, reads::Reads, served::Mount};
 use crate::{
     ipc::{
-        link::{CacheOrder, FromServer},
+        link::{CacheOrder, END_SCRUB, FromServer},
         protocol::{CacheAnswer, HostCache, ReadBytes},
     },
     state::{cache::Bounds, cache_dir::CacheDir, paths::StateDir, writes},
@@ -140,10 +140,15 @@ impl Serving {
     /// Scrubs, and ends the scrub that runs: perhaps nobody waits for it any more.
     fn scrub_cache(&self, bytes_per_second: u64) -> Result<(u64, u64)> {
         let stop = Arc::<AtomicBool>::default();
-        if let Some(before) = lock(&self.scrub).replace(Arc::clone(&stop)) {
+        let own = (bytes_per_second != END_SCRUB).then(|| Arc::clone(&stop));
+        if let Some(before) = std::mem::replace(&mut *lock(&self.scrub), own) {
             before.store(true, Ordering::Relaxed);
         }
+        if bytes_per_second == END_SCRUB {
+            return Ok((0, 0));
+        }
         let done = self.cache.scrub(bytes_per_second, &stop);
+        lock(&self.scrub).take_if(|running| Arc::ptr_eq(running, &stop));
         if stop.load(Ordering::Relaxed) {
             let what = "another `burgeon cache scrub` was begun, which ended this one";
             return Err(Error::new(ErrorKind::Unavailable, what));
@@ -209,6 +214,7 @@ impl Serving {
             folder: None,
             earlier: Vec::new(),
             problem,
+            scrubbing: lock(&self.scrub).is_some(),
             used: report.used,
             limit: report.limit,
             floor: report.floor,

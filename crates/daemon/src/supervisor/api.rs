@@ -167,7 +167,7 @@ impl Supervisor {
                 Reply::HelperSaid(burgeon_source::registry::ask_helper(&helper, &registry))
             }
             Request::Status => Reply::Status(Box::new(self.status())),
-            Request::Cache(request) => match self.cache(request) {
+            Request::Cache(request) => match self.cache(request, Some(stream)) {
                 Ok(answer) => Reply::Cache(answer),
                 Err(e) => refused(e),
             },

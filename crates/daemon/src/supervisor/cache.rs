@@ -5,9 +5,16 @@
 //!          ◄── Cache ──            waits            ◄── Cache, number ──
 //! ```
 
-use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::PoisonError};
+use std::{
+    fs,
+    os::unix::{fs::MetadataExt, net::UnixStream},
+    path::Path,
+    sync::PoisonError,
+    time::Duration,
+};
 
 use burgeon_block::{Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Supervisor;
 use crate::{
@@ -18,9 +25,25 @@ use crate::{
     state::{cache::Bounds, cache_dir::CacheDir, complete, space},
 };
 
+/// Pause between two looks whether the client of a scrub is still there.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// True if the process at the other end has closed the connection.
+fn has_gone(client: &UnixStream) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut end = [PollFd::new(client, PollFlags::RDHUP)];
+    let gone = PollFlags::RDHUP | PollFlags::HUP;
+    poll(&mut end, Some(&now)).is_ok() && end[0].revents().intersects(gone)
+}
+
 impl Supervisor {
-    /// Does what a client asks of the cache. It waits as long as the server works on it.
-    pub(super) fn cache(&self, request: CacheRequest) -> Result<CacheAnswer> {
+    /// Does what a client asks of the cache. It waits as long as the server works on it, but ends a
+    /// scrub whose `client` is gone.
+    pub(super) fn cache(
+        &self,
+        request: CacheRequest,
+        client: Option<&UnixStream>,
+    ) -> Result<CacheAnswer> {
         let mut freed = 0;
         let order = match request {
             CacheRequest::Show => CacheOrder::Show,
@@ -38,15 +61,26 @@ impl Supervisor {
             }
             CacheRequest::Scrub { bytes_per_second } => CacheOrder::Scrub { bytes_per_second },
         };
+        let scrubber = client.filter(|_| matches!(order, CacheOrder::Scrub { .. }));
         let mut table = self.table();
         let server = table.server_pid;
         let number = table.order(order).ok_or_else(no_server)?;
         let is_pending = |table: &mut super::table::Table| {
             !table.cache_answers.contains_key(&number) && table.server_pid == server
         };
-        let waited = self.changed.wait_while(table, is_pending);
-        let mut table = waited.unwrap_or_else(PoisonError::into_inner);
-        let answered = table.cache_answers.remove(&number);
+        loop {
+            let waited = self.changed.wait_timeout_while(table, LOOK, is_pending);
+            let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            table = guard;
+            if !timeout.timed_out() {
+                break;
+            }
+            if scrubber.is_some_and(has_gone) {
+                table.end_scrub(number);
+                break;
+            }
+        }
+        let answered = table.take_answer(number);
         // Looking at folders may take long.
         drop(table);
         match answered {
@@ -76,7 +110,7 @@ impl Supervisor {
         if !is_one_disk {
             return;
         }
-        match self.cache(CacheRequest::Evict { bytes: bytes - free }) {
+        match self.cache(CacheRequest::Evict { bytes: bytes - free }, None) {
             Ok(answer) => tracing::info!(bytes = answer.bytes, "the cache made room for writes"),
             Err(error) => tracing::debug!(%error, "the cache makes no room"),
         }

@@ -17,7 +17,7 @@ use crate::{
     host::system::Identity,
     id::MountId,
     ipc::{
-        link::{CacheOrder, FromServer, MountReport, ToServer, Understands, VERSION},
+        link::{CacheOrder, END_SCRUB, FromServer, MountReport, ToServer, Understands, VERSION},
         protocol::{CacheAnswer, Failure, HostCache, Wait},
         wire,
     },
@@ -197,6 +197,8 @@ pub(crate) struct Table {
     pub(crate) cache: Option<HostCache>,
     /// Orders about it that this server has not answered.
     cache_orders: BTreeSet<u64>,
+    /// The last of these that began a scrub.
+    scrub: Option<u64>,
     /// Lists of waits that the server has sent and nobody has taken, by number: the latest ones.
     pub(crate) waits: BTreeMap<u64, Vec<Wait>>,
     /// Answers to orders about it that nobody has taken yet, by number.
@@ -220,6 +222,9 @@ impl Table {
         }
         self.numbered += 1;
         let number = self.numbered;
+        if matches!(order, CacheOrder::Scrub { .. }) {
+            self.scrub = Some(number);
+        }
         let is_told = self.send(&ToServer::Cache { number, order });
         is_told.then(|| {
             self.cache_orders.insert(number);
@@ -231,6 +236,16 @@ impl Table {
     pub(crate) fn take_answer(&mut self, number: u64) -> Option<(CacheAnswer, Option<Failure>)> {
         self.cache_orders.remove(&number);
         self.cache_answers.remove(&number)
+    }
+
+    /// Ends the scrub that the order `number` began, if no other has ended it.
+    pub(crate) fn end_scrub(&mut self, number: u64) {
+        if self.scrub.take_if(|scrub| *scrub == number).is_some() {
+            // Nobody waits for the answer.
+            let number = self.next_number();
+            let order = CacheOrder::Scrub { bytes_per_second: END_SCRUB };
+            self.send(&ToServer::Cache { number, order });
+        }
     }
 
     /// A number for a message that no other has.

@@ -43,6 +43,9 @@ pub struct HostCache {
     /// The folders of earlier caches, which nobody uses.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<PathBuf>,
+    /// A scrub reads it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub scrubbing: bool,
     /// Bytes that it takes now.
     pub used: u64,
     /// Most that it may take now.
