@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{Error, Result};
+use burgeon_block::{Error, ErrorKind, Result};
 use rustix::fs::OFlags;
 
 /// Writes the file for ever. A first failure ends it: the path is wrong; a later one may pass.
@@ -40,6 +40,13 @@ pub(crate) fn publish_and(
     prepare: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<()> {
     let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
+    // Renaming would replace a device such as /dev/full.
+    let kind = fs::symlink_metadata(path).map(|found| found.file_type());
+    if kind.is_ok_and(|kind| !kind.is_file() && !kind.is_symlink()) {
+        let what =
+            format!("cannot write {}: it is no regular file, and not replaced", path.display());
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
     // node_exporter reads names that end in .prom.
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
@@ -73,5 +80,17 @@ mod tests {
         symlink(&precious, folder.path().join("burgeon.prom.new")).unwrap();
         publish(&path, b"three", 0o644).unwrap_err();
         assert_eq!(fs::read(&precious).unwrap(), b"x");
+    }
+
+    #[test]
+    fn only_a_file_is_replaced() {
+        use std::os::unix::{fs::FileTypeExt, net::UnixListener};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let refused = publish(&path, b"one", 0o644).unwrap_err();
+        assert!(refused.to_string().contains("no regular file"), "{refused}");
+        assert!(fs::metadata(&path).unwrap().file_type().is_socket());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }
