@@ -1,9 +1,9 @@
 //! The fetch of one chunk of an image: from the source to the readers, and into residency.
 //!
 //! ```text
-//!   fetch_task ──► in the cache after all? ──► ask: source ──► decompress, digest, checksums
-//!       │ begins to read ahead (cached.rs), or in flight for another image?    │
-//!       └──────────────── keep: checksums, residency ◄── readers ◄── publish ◄─┘
+//!   fetch_task ──► another image's fetch? in the cache after all? ──► ask: source ──► verify
+//!       │ begins to read ahead    (shared_keys.rs, cached.rs)                           │
+//!       └──────────── keep: checksums, residency ◄── readers ◄── publish ◄──────────────┘
 //! ```
 //!
 //! Invariants: readers never wait for the cache write; the fetch ends after the chunk is found in
@@ -107,16 +107,14 @@ where
         cost: &mut Cost,
     ) -> (Result<Pages>, Option<Turn>) {
         let mut turn = None;
-        let mut cached = self.from_cache(index, cost).await;
-        if let (Cached::Absent, Some(key)) = (&cached, self.residency.own_key(index)) {
+        if let Some(key) = self.residency.own_key(index) {
             match self.limits.shared_keys.begin(key) {
                 Ok(own) => turn = Some(own),
-                Err(other) => {
-                    other.ended(deadline).await;
-                    cached = self.from_cache(index, cost).await;
-                }
+                Err(other) => other.ended(deadline).await,
             }
         }
+        // Only now: what others were fetching is in the cache.
+        let cached = self.from_cache(index, cost).await;
         (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)
     }
 
