@@ -382,7 +382,7 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
     fn file_of(&self, load: &Load) -> Option<BorrowedFd<'_>> {
         let (len, rest) = (load.from.range.len(), load.read.len - load.read.done);
         let whole = len > 0 && len.is_multiple_of(self.shape.logical_block.into());
-        let fits = whole && len <= rest as u64 && load.read.doubts <= DOUBTS_MAX;
+        let fits = whole && len <= rest as u64 && load.read.doubts < DOUBTS_MAX;
         if fits { self.device.local_file(load.from.file) } else { None }
     }
 
