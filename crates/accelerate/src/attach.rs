@@ -128,7 +128,11 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
                 );
                 Err(Error::new(error.kind(), what))
             }
-            Err(_) if options.accepts_loss => {
+            // What could not be read may be the right device.
+            Err(error)
+                if options.accepts_loss
+                    && matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Corrupt) =>
+            {
                 let lost = store.drop_dirty(number)?;
                 tracing::warn!("{lost} dirty bytes of another device {name} are given up");
                 if size == former {

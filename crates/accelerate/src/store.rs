@@ -155,7 +155,11 @@ pub fn dirty_in(file: &impl LocalFile, size: u64) -> Result<Vec<Dirty>> {
 
 /// The log of a cache.
 fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
-    let tails = head.devices.each_ref().map(|record| record.tail.get());
+    // Nothing counts of a number that no device has: the next one that gets it is another.
+    let tails = head.devices.each_ref().map(|record| match record.used.get() {
+        0 => u64::MAX,
+        _ => record.tail.get(),
+    });
     let blocks_max = KeyMapping::new(head.layout.sets).blocks_max();
     recover(file, &head.layout, &head.log, head.id, blocks_max, &tails)
 }

@@ -100,6 +100,26 @@ fn refused_after(machine: &Machine, slow: &Disk) {
     );
 }
 
+/// Its records stay in the log, and its number is given to the next device.
+#[test]
+fn the_blocks_of_a_forgotten_device_are_not_those_of_the_next() {
+    let machine = dirty_machine();
+    let options = Options::new(BACK);
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
+    device.write_back(device.store().log_position(), 4096).expect("writing back fails");
+    assert_eq!((device.dirty(), machine.slow.block(3)), (0, vec![2; BLOCK]));
+    drop(device);
+    machine.store(Trust::Cold).expect("no store").forget_device("slow").expect("not forgotten");
+    let store = machine.store(Trust::Cold).expect("no store");
+    assert!(store.dirty_devices().is_empty());
+    let next = Disk::new(SLOW_BLOCKS * BLOCK);
+    let device = Cached::attach(store, next.clone(), "next", Trust::Cold, options);
+    let device = device.expect("not attached");
+    assert_eq!((device.dirty(), get(&device, 3).unwrap_or(9)), (0, 0));
+    device.store().write_back_all().expect("writing back fails");
+    assert_eq!(next.block(3), [0; BLOCK]);
+}
+
 /// Whatever it writes itself, in whatever order, it is the same device for its successor.
 #[test]
 fn own_writes_change_no_identity() {
