@@ -1,8 +1,8 @@
 //! The sockets of a cache: one JSON document each way, then the connection ends.
 //!
 //! ```text
-//!   keep.sock     the keeper: attach, detach, set
-//!   serve.sock    the server: status, set, flush, check; the keeper listens and passes it on
+//!   supervise.sock     the supervisor: attach, detach, set
+//!   serve.sock    the server: status, set, flush, check; the supervisor listens and passes it on
 //! ```
 //!
 //! Both lie in the cache's folder, which only root can enter. A document is bounded, and a peer that
@@ -40,16 +40,16 @@ pub(crate) fn parse_mode(name: &str) -> Option<Mode> {
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(rename_all = "kebab-case", tag = "do")]
 pub enum Ask {
-    /// To the keeper: attach a slow device.
+    /// To the supervisor: attach a slow device.
     Attach(Attach),
-    /// To the keeper: detach the slow device.
+    /// To the supervisor: detach the slow device.
     Detach {
         /// Of the device.
         name: String,
     },
     /// To the server: all figures.
     Status,
-    /// To the keeper, which remembers it for later servers, and then to the server: change settings
+    /// To the supervisor, which remembers it for later servers, and then to the server: change settings
     /// of a device.
     Set(Set),
     /// To the server: make everything durable, and clear the marks.

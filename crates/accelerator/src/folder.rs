@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   accelerate/NAME/  device      path of the cache device, a line
-//!                     keep.sock   the keeper, while it runs
+//!                     supervise.sock   the supervisor, while it runs
 //!                     serve.sock  the server
 //!                     distrust    the content must not be used
 //!                     log         of both
@@ -22,7 +22,7 @@ use serde_json::Value;
 
 use crate::control::{Ask, ask};
 
-/// Limit for a keeper to listen.
+/// Limit for a supervisor to listen.
 const START_MAX: Duration = Duration::from_secs(20);
 /// The longest name of a cache.
 const NAME_MAX: usize = 32;
@@ -90,8 +90,8 @@ impl Folder {
             .map_err(|e| Error::io(format!("cannot remove {}", self.0.display()), e))
     }
 
-    pub(crate) fn keep_socket(&self) -> PathBuf {
-        self.0.join("keep.sock")
+    pub(crate) fn supervise_socket(&self) -> PathBuf {
+        self.0.join("supervise.sock")
     }
 
     pub(crate) fn serve_socket(&self) -> PathBuf {
@@ -102,7 +102,7 @@ impl Folder {
         self.0.join("distrust")
     }
 
-    /// True if a keeper runs.
+    /// True if a supervisor runs.
     pub fn is_served(&self) -> bool {
         std::os::unix::net::UnixStream::connect(self.serve_socket()).is_ok()
     }
@@ -112,13 +112,13 @@ impl Folder {
         ask(&self.serve_socket(), question)
     }
 
-    /// Asks the keeper. `NotFound` if nothing is attached, `Unavailable` if it is dead, and its
+    /// Asks the supervisor. `NotFound` if nothing is attached, `Unavailable` if it is dead, and its
     /// server is not.
-    pub fn ask_keeper(&self, question: &Ask) -> Result<Value> {
-        match ask(&self.keep_socket(), question) {
+    pub fn ask_supervisor(&self, question: &Ask) -> Result<Value> {
+        match ask(&self.supervise_socket(), question) {
             Err(error) if error.kind() == ErrorKind::NotFound && self.is_served() => {
                 let what = format!(
-                    "the keeper of the cache {} is dead: its server goes on until its devices are \
+                    "the supervisor of the cache {} is dead: its server goes on until its devices are \
                      unmounted; unmount them, and attach them again",
                     self.name()
                 );
@@ -128,31 +128,34 @@ impl Folder {
         }
     }
 
-    /// Starts a keeper, and returns when it listens.
-    pub fn start_keeper(&self) -> Result<()> {
+    /// Starts a supervisor, and returns when it listens.
+    pub fn start_supervisor(&self) -> Result<()> {
         if self.is_served() {
             return Ok(());
         }
-        // What stops a keeper is said here, where the user sees it.
+        // What stops a supervisor is said here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");
         let log = OpenOptions::new().create(true).append(true).open(&path);
         let log = log.map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
-        let mut keeper = Command::new("/proc/self/exe")
-            .arg("__accelerate-keep")
+        let mut supervisor = Command::new("/proc/self/exe")
+            .arg("__accelerate-supervise")
             .arg(&self.0)
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()
-            .map_err(|e| Error::io("cannot start a keeper", e))?;
+            .map_err(|e| Error::io("cannot start the supervisor of a cache", e))?;
         let deadline = Instant::now() + START_MAX;
-        while !self.is_served() || !self.keep_socket().exists() {
-            let ended = matches!(keeper.try_wait(), Ok(Some(_)));
+        while !self.is_served() || !self.supervise_socket().exists() {
+            let ended = matches!(supervisor.try_wait(), Ok(Some(_)));
             if ended || Instant::now() > deadline {
-                let what =
-                    format!("the keeper of {} does not start; see {}", self.name(), path.display());
+                let what = format!(
+                    "the supervisor of the cache {} does not start; see {}",
+                    self.name(),
+                    path.display()
+                );
                 return Err(Error::new(ErrorKind::Unavailable, what));
             }
             thread::sleep(Duration::from_millis(5));

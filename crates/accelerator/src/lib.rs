@@ -1,7 +1,7 @@
 //! The processes of a cache: they serve slow devices through it to the kernel.
 //!
 //! ```text
-//!   keep      the keeper: claims, descriptors, starts servers; parses only what root says
+//!   keep      the supervisor: claims, descriptors, starts servers; parses only what root says
 //!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
 //!   control   their sockets           folder   the cache's folder in the state directory
 //!   disk      devices and files       probe    what a device holds already
@@ -14,10 +14,10 @@ mod device;
 pub mod disk;
 pub mod folder;
 mod harden;
-mod keep;
 pub mod probe;
 mod serve;
 mod shared;
+mod supervise;
 
-pub use keep::{keep_process, loop_process};
 pub use serve::serve_process;
+pub use supervise::{loop_process, supervise_process};

@@ -1,14 +1,14 @@
 //! The server of a cache: serves all its devices to the kernel.
 //!
 //! ```text
-//!   keeper ── standard input: Plan, the numbers of inherited descriptors ──► server
+//!   supervisor ── standard input: Plan, the numbers of inherited descriptors ──► server
 //!          ◄── standard output: "ready", or an error, as an Answer ──
 //!   each 5 s, and at the end: Cached::tidy of each device
 //! ```
 //!
 //! Invariants:
-//! - It opens no device itself: those that it has are the keeper's, whose claims outlive it.
-//! - Without its keeper, it goes on until its devices are unmounted.
+//! - It opens no device itself: those that it has are the supervisor's, whose claims outlive it.
+//! - Without its supervisor, it goes on until its devices are unmounted.
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
 use std::{
@@ -44,7 +44,7 @@ use crate::{
 
 /// Time between two looks for idle regions.
 const TIDY: Duration = Duration::from_secs(5);
-/// Time between two looks of a server without a keeper for the end of its devices.
+/// Time between two looks of a server without a supervisor for the end of its devices.
 const LOOK: Duration = Duration::from_millis(200);
 /// Time that requests in work get when the server is stopped.
 const DRAIN: Duration = Duration::from_secs(30);
@@ -149,9 +149,9 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
     Ok((runtime, Serving { store, devices, listener }))
 }
 
-/// The descriptor of this number, which the keeper has passed on.
+/// The descriptor of this number, which the supervisor has passed on.
 fn take(number: RawFd) -> OwnedFd {
-    // SAFETY: the keeper has left this number open for this process, and names each once; nothing in
+    // SAFETY: the supervisor has left this number open for this process, and names each once; nothing in
     // this process has opened or closed a descriptor of that number before.
     unsafe { OwnedFd::from_raw_fd(number) }
 }
@@ -186,13 +186,14 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
             Ok(store)
         }
         Err(error) if plan.goes_round => {
-            tracing::error!("the cache cannot be opened, and is gone round: {error}");
+            let cache = plan.cache.display();
+            tracing::error!(%cache, %error, "the cache cannot be opened: requests go round it");
             record_distrust(&plan.distrust)?;
             Store::failed(Disk::adopt(File::from(copy), &plan.cache)?, Vec::new())
         }
         Err(error) => Err(Error::with_source(
             error.kind(),
-            format!("cannot use {}: {error}", plan.cache.display()),
+            format!("cannot use the cache {}", plan.cache.display()),
             error,
         )),
     }
@@ -208,7 +209,7 @@ fn record_distrust(place: &Path) -> Result<()> {
 
 impl Serving {
     async fn run(self) -> ExitCode {
-        let keeper = rustix::process::getppid();
+        let supervisor = rustix::process::getppid();
         let Ok(mut terminated) = signal(SignalKind::terminate()) else { return ExitCode::FAILURE };
         if send(&mut stdout(), &Answer::Done(json!("ready"))).is_err() {
             return ExitCode::FAILURE;
@@ -223,7 +224,7 @@ impl Serving {
             tokio::select! {
                 _ = terminated.recv() => break,
                 _ = tidy.tick() => tokio::task::block_in_place(|| serving.tidy()),
-                _ = look.tick(), if rustix::process::getppid() != keeper => {
+                _ = look.tick(), if rustix::process::getppid() != supervisor => {
                     if serving.devices.iter().all(|device| device.ended.load(SeqCst)) {
                         break;
                     }
@@ -245,7 +246,7 @@ impl Serving {
     fn tidy(&self) {
         for device in &self.devices {
             if let Err(error) = device.cached.tidy() {
-                tracing::error!("{}: {error}", device.cached.name());
+                tracing::error!(device = device.cached.name(), %error, "cannot write the marks of the device");
             }
         }
     }
@@ -284,9 +285,10 @@ impl Serving {
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
             }
             Ask::Check { name, from } => self.check(&name, from),
-            Ask::Attach(_) | Ask::Detach { .. } => {
-                Err(Error::new(ErrorKind::Invalid, "this is a question for the keeper"))
-            }
+            Ask::Attach(_) | Ask::Detach { .. } => Err(Error::new(
+                ErrorKind::Invalid,
+                "only the supervisor of a cache attaches and detaches: use `burgeon accelerate`",
+            )),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Counters in memory that the keeper holds, so that the death of a server loses none.
+//! Counters in memory that the supervisor holds, so that the death of a server loses none.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -28,7 +28,7 @@ pub(crate) fn memory() -> Result<OwnedFd> {
 }
 
 impl SharedCells {
-    /// Maps the counters in `memory`, which the keeper has made.
+    /// Maps the counters in `memory`, which the supervisor has made.
     pub(crate) fn map(memory: &OwnedFd) -> Result<Self> {
         let memory: BorrowedFd<'_> = memory.as_fd();
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);

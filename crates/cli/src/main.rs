@@ -50,7 +50,7 @@ const SUPERVISE: &str = "__supervise";
 
 /// The other processes that stay; the rest do one task.
 const LASTING: [&str; 5] =
-    ["__serve", "__open", "__hold", "__accelerate-keep", "__accelerate-serve"];
+    ["__serve", "__open", "__hold", "__accelerate-supervise", "__accelerate-serve"];
 
 /// The processes of a running system: verb, number of arguments, main function.
 const PROCESSES: &[(&str, usize, Main)] = &[
@@ -61,7 +61,9 @@ const PROCESSES: &[(&str, usize, Main)] = &[
     ("__help", 1, |_| burgeon_daemon::help()),
     ("__prepare", 4, burgeon_daemon::prepare_process),
     ("__read", 0, commands::reading::process),
-    ("__accelerate-keep", 1, |arguments| burgeon_accelerator::keep_process(first(arguments))),
+    ("__accelerate-supervise", 1, |arguments| {
+        burgeon_accelerator::supervise_process(first(arguments))
+    }),
     ("__accelerate-serve", 0, |_| burgeon_accelerator::serve_process()),
     ("__accelerate-loop", 3, burgeon_accelerator::loop_process),
 ];

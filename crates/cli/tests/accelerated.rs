@@ -45,7 +45,7 @@ impl Drop for Slow {
     }
 }
 
-/// Ends all keepers of an installation with the test, whatever becomes of it.
+/// Ends all supervisors of an installation with the test, whatever becomes of it.
 struct Ends<'a>(&'a Burgeon);
 
 impl Drop for Ends<'_> {
@@ -285,7 +285,7 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     assert_eq!(hash_of(&image), before, "the slow device was changed");
     let shorter = file_of(&space, "shorter", 32);
     let slow = Slow::new(&shorter, &[]);
-    burgeon.fails(&attach(slow.text()), 1, "is it another");
+    burgeon.fails(&attach(slow.text()), 1, "is not the device that was attached last");
     assert!(!Path::new("/dev/burgeon/accel-bad").exists());
     // A cache with a log for write-back, of a later version: neither served nor destroyed.
     let disk = Disk::open(&cache).unwrap();
@@ -489,7 +489,7 @@ fn a_state_directory_on_an_accelerated_device_is_refused() {
 
 /// The kernel fails all requests, and nothing that was durable is lost.
 #[test]
-fn the_death_of_keeper_and_server_loses_nothing_durable() {
+fn the_death_of_supervisor_and_server_loses_nothing_durable() {
     let space = Space::new("accel-dead");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let ends = Ends(&burgeon);
@@ -505,20 +505,20 @@ fn the_death_of_keeper_and_server_loses_nothing_durable() {
     let mounted = mount(&device, &at);
     fs::write(at.join("file-0"), content(0, 0)).unwrap();
     File::open(at.join("file-0")).unwrap().sync_all().unwrap();
-    // Without its keeper, the server goes on until the umount.
-    let keepers = || processes_with(&burgeon.state().join("accelerate"));
-    assert!(!keepers().is_empty());
-    keepers().into_iter().for_each(kill);
+    // Without its supervisor, the server goes on until the umount.
+    let supervisors = || processes_with(&burgeon.state().join("accelerate"));
+    assert!(!supervisors().is_empty());
+    supervisors().into_iter().for_each(kill);
     fs::write(at.join("file-1"), content(1, 0)).unwrap();
     File::open(at.join("file-1")).unwrap().sync_all().unwrap();
-    burgeon.fails(&["accelerate", "detach", "accel-dead"], 5, "keeper");
+    burgeon.fails(&["accelerate", "detach", "accel-dead"], 5, "supervisor");
     drop(mounted);
     assert!(wait_until(PATIENCE, || burgeon.run(&attach).code == Some(0)), "cannot attach again");
     let device = fs::read_link("/dev/burgeon/accel-dead").unwrap();
     let mounted = mount(&device, &at);
     read_files(&at, &[0, 0]);
     let server = server_of(&burgeon).unwrap();
-    keepers().into_iter().chain([server]).for_each(kill);
+    supervisors().into_iter().chain([server]).for_each(kill);
     let fails = || {
         let file = File::create(at.join("file-2"));
         file.and_then(|file| file.write_all_at(b"text", 0).and_then(|()| file.sync_all())).is_err()

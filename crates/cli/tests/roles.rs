@@ -48,7 +48,7 @@ const ROWS: &[Row] = &[
         "helping-rings",
         &["read", "write", "device", "administer", "root", "io_uring", "io_uring read"],
     ),
-    ("__accelerate-keep", "keeping", ALL),
+    ("__accelerate-supervise", "supervising-cache", ALL),
     ("__accelerate-serve", "accelerating", ALL),
     ("__accelerate-loop", "looping", ALL),
     ("__prepare", "preparing", &["landlock", "root"]),

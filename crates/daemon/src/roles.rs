@@ -275,7 +275,7 @@ pub const ROLES: &[Role] = &[
         process: "__open",
         sandbox: Some(|folder| Ok(opening(&StateDir::open(folder)?, true))),
     },
-    Role { name: "keeping", process: "__accelerate-keep", sandbox: None },
+    Role { name: "supervising-cache", process: "__accelerate-supervise", sandbox: None },
     Role { name: "accelerating", process: "__accelerate-serve", sandbox: None },
     Role { name: "looping", process: "__accelerate-loop", sandbox: None },
     Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },

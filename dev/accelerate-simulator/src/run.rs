@@ -77,9 +77,9 @@ pub(crate) struct World {
     /// The cache device has lied since it was opened cold.
     lied: bool,
     pub(crate) running: Option<[Cached<Disk, Disk>; 2]>,
-    /// Counters of the devices, which the keeper holds.
+    /// Counters of the devices, which the supervisor holds.
     cells: [Arc<SharedCells>; 2],
-    /// A flush of the device has failed in this life of the keeper.
+    /// A flush of the device has failed in this life of the supervisor.
     failed: [bool; 2],
     report: Report,
 }
@@ -133,7 +133,7 @@ impl World {
         });
         let (kind, _) = *self.rng.pick(&Kind::ALL);
         let store = Store::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
-        // The keeper goes on with a device in use, whatever has become of the cache device.
+        // The supervisor goes on with a device in use, whatever has become of the cache device.
         let is_in_use = self.cache.is_faulty();
         let store = match store {
             Ok(store) => Arc::new(store),
@@ -170,8 +170,8 @@ impl World {
         Ok(())
     }
 
-    /// The keeper ends, with the memory of the counters.
-    fn end_keeper(&mut self) {
+    /// The supervisor ends, with the memory of the counters.
+    fn end_supervisor(&mut self) {
         self.failed = [false; 2];
         self.cells = Default::default();
     }
@@ -415,7 +415,7 @@ impl World {
         self.restart_disks();
         if self.failed.contains(&true) && self.rng.below(2) == 0 {
             // The user gives the device up, and attaches it anew.
-            self.end_keeper();
+            self.end_supervisor();
             return self.start(Trust::Cold);
         }
         if self.rng.below(12) == 0 {
@@ -470,7 +470,7 @@ impl World {
         if self.rng.below(2) == 0 {
             return self.start(Trust::Warm);
         }
-        self.end_keeper();
+        self.end_supervisor();
         for _ in 0..20 {
             let number = self.rng.below(2) as usize;
             let (first, _) = self.range(number);
@@ -488,7 +488,7 @@ impl World {
 
     fn cut_the_power(&mut self) -> Result<(), String> {
         self.end_process();
-        self.end_keeper();
+        self.end_supervisor();
         self.report.power_failures += 1;
         self.report.writes += self.power.writes();
         self.power.on_again();

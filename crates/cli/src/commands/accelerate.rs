@@ -163,7 +163,7 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
         }
         AccelerateCommand::Check { name } => check(context, &name),
         AccelerateCommand::Detach { name } => {
-            let done = find(context, &name)?.ask_keeper(&Ask::Detach { name })?;
+            let done = find(context, &name)?.ask_supervisor(&Ask::Detach { name })?;
             tell(context, &done, |done| {
                 println!("{} is detached", text(&done["name"]));
             })
@@ -243,10 +243,10 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error.into()),
     }
-    // Said here before anything starts; the keeper opens it again, for good.
+    // Said here before anything starts; the supervisor opens it again, for good.
     drop(Disk::open(&attach.slow)?);
-    folder.start_keeper()?;
-    let done = folder.ask_keeper(&Ask::Attach(attach))?;
+    folder.start_supervisor()?;
+    let done = folder.ask_supervisor(&Ask::Attach(attach))?;
     tell(context, &done, |done| println!("{}", text(&done["device"])))
 }
 
@@ -376,9 +376,9 @@ fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode>
     }
     let folder = find(context, &name)?;
     let set = Ask::Set(Set { name, mode, policy, cutoff });
-    // First the keeper: a server that starts in between has the settings of it.
-    match folder.ask_keeper(&set) {
-        // A server without a keeper has no successor.
+    // First the supervisor: a server that starts in between has the settings of it.
+    match folder.ask_supervisor(&set) {
+        // A server without a supervisor has no successor.
         Err(error) if error.kind() == ErrorKind::Unavailable => {}
         remembered => drop(remembered?),
     }

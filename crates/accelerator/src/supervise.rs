@@ -1,7 +1,7 @@
-//! The keeper of a cache: holds the descriptors, and starts the server again when it dies.
+//! The supervisor of a cache: holds the descriptors, and starts the server again when it dies.
 //!
 //! ```text
-//!   burgeon accelerate attach ── keep.sock ──► keeper ── Plan, inherited descriptors ──► server
+//!   burgeon accelerate attach ── supervise.sock ──► supervisor ── Plan, inherited descriptors ──► server
 //!                                              │ claims on cache and slow devices         parses, serves
 //!                                              │ /dev/fuse, slots, serve.sock
 //!                                              └── __accelerate-loop: opens the FUSE file, attaches a loop
@@ -12,8 +12,8 @@
 //! server in order, and start one with the new list.
 //!
 //! Invariants:
-//! - Content is kept only for devices that this keeper has had without interruption.
-//! - The keeper waits for no server without a limit, and opens no FUSE file.
+//! - Content is kept only for devices that this supervisor has had without interruption.
+//! - The supervisor waits for no server without a limit, and opens no FUSE file.
 //! - Descriptors pass to a server only; they are closed in all other programs.
 
 use std::{
@@ -57,10 +57,10 @@ const END_MAX: Duration = Duration::from_secs(60);
 const LOOP_MAX: Duration = Duration::from_secs(20);
 /// Time between two attempts to start a server.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// Servers that may die in a row before the keeper waits longer between them.
+/// Servers that may die in a row before the supervisor waits longer between them.
 const DEATHS_MAX: u32 = 5;
 
-/// A device that the keeper has.
+/// A device that the supervisor has.
 struct Device {
     options: Attach,
     slow: Disk,
@@ -75,47 +75,47 @@ struct Device {
     flushed: Option<mpsc::Receiver<io::Result<()>>>,
 }
 
-struct Keeper {
+struct Supervisor {
     folder: Folder,
     cache: Disk,
-    keep: UnixListener,
+    control: UnixListener,
     serve: UnixListener,
     policy: String,
     devices: Vec<Device>,
     server: Option<Child>,
-    /// The server has begun once, so the content is this keeper's.
+    /// The server has begun once, so the content is this supervisor's.
     warm: bool,
 }
 
 /// The main function of the process: `folder` is the cache's.
-pub fn keep_process(folder: &Path) -> ExitCode {
+pub fn supervise_process(folder: &Path) -> ExitCode {
     // Its starter is gone before long; failure means that it leads a session already.
     let _ = rustix::process::setsid();
     harden();
-    match Keeper::begin(folder).and_then(Keeper::run) {
+    match Supervisor::begin(folder).and_then(Supervisor::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("burgeon: {error}");
+            tracing::error!(cache = %Folder::at(folder).name(), %error, "the supervisor of the cache ends");
             ExitCode::FAILURE
         }
     }
 }
 
-impl Keeper {
+impl Supervisor {
     fn begin(folder: &Path) -> Result<Self> {
         let folder = Folder::at(folder);
         let cache = Disk::open(&folder.cache()?)?;
         let listen = |path: PathBuf| {
-            // The cache is claimed, so no other keeper listens there.
+            // The cache is claimed, so no other supervisor listens there.
             let _ = fs::remove_file(&path);
             UnixListener::bind(&path)
                 .map_err(|e| Error::io(format!("cannot listen at {}", path.display()), e))
         };
         let serve = listen(folder.serve_socket())?;
-        let keep = listen(folder.keep_socket())?;
+        let control = listen(folder.supervise_socket())?;
         let policy = Kind::Adaptive.name().to_owned();
         let (devices, server, warm) = (Vec::new(), None, false);
-        Ok(Self { folder, cache, keep, serve, policy, devices, server, warm })
+        Ok(Self { folder, cache, control, serve, policy, devices, server, warm })
     }
 
     /// Until the last device is detached.
@@ -123,7 +123,7 @@ impl Keeper {
         let mut deaths = 0;
         loop {
             let pidfd = self.server.as_ref().map(pidfd_of).transpose()?;
-            let mut fds = vec![PollFd::new(&self.keep, PollFlags::IN)];
+            let mut fds = vec![PollFd::new(&self.control, PollFlags::IN)];
             fds.extend(pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
             // A server that could not be started is tried again: its devices wait for it.
             let waits = self.server.is_none() && !self.devices.is_empty();
@@ -136,19 +136,21 @@ impl Keeper {
             if died {
                 deaths += 1;
                 let status = self.server.take().and_then(|mut server| server.wait().ok());
-                eprintln!("burgeon: the server of {} died: {status:?}", self.folder.name());
+                let status = status.map(|status| status.to_string());
+                let cache = self.folder.name();
+                tracing::warn!(%cache, status, "the server of the cache died: starting another");
                 if deaths > DEATHS_MAX {
                     thread::sleep(Duration::from_secs(1));
                 }
                 if let Err(error) = self.start_server() {
-                    eprintln!("burgeon: {error}");
+                    self.tell_no_server(&error);
                     thread::sleep(Duration::from_secs(1));
                 }
             } else if waits && let Err(error) = self.start_server() {
-                eprintln!("burgeon: {error}");
+                self.tell_no_server(&error);
             }
             if asked {
-                if let Ok((stream, _)) = self.keep.accept() {
+                if let Ok((stream, _)) = self.control.accept() {
                     let asked = question(&stream);
                     let result = asked.and_then(|ask| self.answer(ask));
                     if self.devices.is_empty() {
@@ -164,10 +166,16 @@ impl Keeper {
         }
     }
 
+    /// Its devices wait for a server.
+    fn tell_no_server(&self, error: &Error) {
+        let cache = self.folder.name();
+        tracing::error!(%cache, %error, "cannot start the server of the cache: trying again");
+    }
+
     /// Gives up the sockets and the cache.
     fn end(mut self) {
         self.stop_server();
-        let _ = fs::remove_file(self.folder.keep_socket());
+        let _ = fs::remove_file(self.folder.supervise_socket());
         let _ = fs::remove_file(self.folder.serve_socket());
     }
 
@@ -216,7 +224,8 @@ impl Keeper {
                     symlink(&path, &link)
                 });
                 if let Err(error) = linked {
-                    eprintln!("burgeon: cannot make {}: {error}", link.display());
+                    let link = link.display();
+                    tracing::warn!(device = name, %link, %error, "cannot make the link to the device");
                 }
                 let document = json!({ "name": name, "device": path, "link": link });
                 if let Some(device) = self.devices.last_mut() {
@@ -229,7 +238,7 @@ impl Keeper {
                 former.into_iter().for_each(|policy| self.policy = policy);
                 drop(connection);
                 if let Err(error) = self.restart_server() {
-                    eprintln!("burgeon: {error}");
+                    self.tell_no_server(&error);
                 }
                 Err(error)
             }
@@ -478,7 +487,7 @@ pub fn loop_process(arguments: &[std::ffi::OsString]) -> ExitCode {
         let wrong = || Error::new(ErrorKind::Invalid, "wrong arguments");
         let (mount, block) = (number(0).ok_or_else(wrong)?, number(2).ok_or_else(wrong)?);
         let name = arguments.get(1).map(|name| name.to_string_lossy()).ok_or_else(wrong)?;
-        // SAFETY: the keeper has left this number open for this process, and nothing else here uses it.
+        // SAFETY: the supervisor has left this number open for this process, and nothing else here uses it.
         let mount = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(mount) };
         let file = burgeon_frontend::Connection::open_writable_file_of(&mount)?;
         let name = format!("burgeon/{name}");
