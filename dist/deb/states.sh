@@ -14,8 +14,11 @@ states() {
             tr '\0' '\n' 2> /dev/null < "$process/cmdline" | sed -n '2{/^__\(supervise\|serve\)$/!q};3p'
         done || true
     } | sort -u | while read -r state; do
-        # Any user's daemon is among them, and what lies in its directory is its user's word.
-        [ -z "$(find "$state" -maxdepth 0 -type d -user root 2> /dev/null)" ] || echo "$state"
+        # Any user's process may be among them, and its arguments are that user's word: a path that
+        # would be an option of find, or a folder in which others can put theirs, is none of root's.
+        case $state in
+            /*) [ -z "$(find "$state" -maxdepth 0 -type d -user root ! -perm /022 2> /dev/null)" ] || echo "$state" ;;
+        esac
     done
 }
 
