@@ -26,7 +26,7 @@ use crate::{
     ipc::{client::Client, protocol::Failure},
     log,
     state::{
-        cache_dir::CACHE_DIR,
+        cache_dir::{self, CACHE_DIR},
         files::{self, Lock},
         paths::StateDir,
     },
@@ -69,6 +69,8 @@ fn passed_on() -> Vec<(&'static str, OsString)> {
 
 /// Starts the daemon and returns when its API answers.
 pub(crate) fn start(state: &StateDir) -> Result<()> {
+    let named = passed_on().into_iter().find(|(name, _)| *name == CACHE_DIR);
+    named.map_or(Ok(()), |(_, dir)| cache_dir::check(state, Path::new(&dir)))?;
     if Path::new("/run/systemd/system").is_dir() {
         return start_unit(state);
     }

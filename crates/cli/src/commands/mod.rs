@@ -211,7 +211,8 @@ impl Context {
     }
 }
 
-/// Takes the cache's folder from `given`, the option, which has to be usable, or from `config`.
+/// Takes the cache's folder from `given`, the option, or from `config`. A daemon does not start with
+/// an option that cannot be used; what only asks the running one does not care.
 fn place_cache(state: &StateDir, given: Option<&Path>, config: &Config) -> Result<()> {
     let Some(dir) = given.filter(|dir| !dir.as_os_str().is_empty()) else {
         if let Some(setting) = &config.cache.dir {
@@ -220,7 +221,6 @@ fn place_cache(state: &StateDir, given: Option<&Path>, config: &Config) -> Resul
         return Ok(());
     };
     let dir = std::path::absolute(dir)?;
-    burgeon_daemon::check_cache_dir(state, &dir)?;
     burgeon_daemon::pass_on(burgeon_daemon::CACHE_DIR, dir.clone().into());
     burgeon_daemon::configure_cache_dir(dir);
     let (current, next) = burgeon_daemon::cache_dirs(state);
