@@ -295,6 +295,16 @@ fn the_cache_may_lie_on_another_disk() {
     drop_caches();
     assert_same(&tree, &at);
     assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+    // A copy of a mount lies in the state directory: no chunk makes room for it on this disk.
+    let filler = File::create(disk_at.join("filler")).unwrap();
+    let free = rustix::fs::statvfs(&disk_at).unwrap();
+    let len = (free.f_bavail * free.f_frsize).saturating_sub(4 << 20);
+    fallocate(&filler, FallocateFlags::empty(), 0, len).unwrap();
+    let evicted = shown(&burgeon, "evicted");
+    burgeon.ok(&["let-go", at.to_str().unwrap()]);
+    assert_eq!(shown(&burgeon, "evicted"), evicted);
+    fs::remove_file(disk_at.join("filler")).unwrap();
+    drop(filler);
     // Another daemon finds it locked: it reads everything, and keeps nothing.
     let beside = Burgeon::with_state(PROGRAM, space.path("beside"));
     beside.build(&tree, "image");

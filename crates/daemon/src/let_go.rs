@@ -15,9 +15,9 @@
 //! time copies to a file; a copy that was interrupted is begun again.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Seek, SeekFrom},
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{
         Mutex, PoisonError,
@@ -38,11 +38,13 @@ use crate::{
         protocol::{CacheRequest, Reply, Request},
     },
     state::{
+        cache_dir::CacheDir,
         complete,
         files::{self, Lock},
         paths::StateDir,
         prepared::read_info,
         record::{MountRecord, Plain, WritesState, read_record},
+        space,
     },
 };
 
@@ -81,7 +83,7 @@ pub fn let_go(
         WritesState::Sprout(sprout) if sprout.thin => sprout.limit.saturating_sub(sprout.reserved),
         _ => 0,
     };
-    make_room(client, map.data_range().len(), writes)?;
+    make_room(state, client, map.data_range().len(), writes)?;
     // First, because a copy takes long: this fails if the writes' space is not there.
     begin(true)?;
     let (from, superblocks) = data_device(&record)?;
@@ -108,7 +110,7 @@ fn keep_for_next(
     if complete::is_here(state, &image) {
         return Ok(());
     }
-    make_room(client, map.data_range().len(), 0)?;
+    make_room(state, client, map.data_range().len(), 0)?;
     let folder = complete::folder(state, &image);
     files::make_folder(&folder)?;
     let _lock = Lock::try_take(&folder.join("copy.lock"))?.ok_or_else(another)?;
@@ -130,7 +132,12 @@ fn data_device(record: &MountRecord) -> Result<(Device, Vec<ByteRange>)> {
     let info = read_info(&record.attach.seed)?;
     let superblocks = superblock_offsets(&info, DeviceNo::Data).iter();
     let superblocks = superblocks.filter_map(|at| ByteRange::at(*at, BLOCK_SIZE)).collect();
-    Ok((open_device(device, info.data_device_size())?, superblocks))
+    let opened = open_device(device, info.data_device_size())?;
+    // Only now: before, its number might have been given to another mount in between.
+    if !record.is_alive() {
+        return Err(other_device(&opened.name));
+    }
+    Ok((opened, superblocks))
 }
 
 fn another() -> Error {
@@ -191,9 +198,25 @@ fn unexpected() -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 
-/// Makes room on the disk of the cache, above its floor: for a copy of `data` bytes, and for the
-/// bytes that `writes` may still take.
-fn make_room(client: &Client, data: u64, writes: u64) -> Result<()> {
+/// Makes room for a copy of `data` bytes, and for the bytes that `writes` may still take: the cache
+/// evicts down to its floor, if it lies on the same disk.
+fn make_room(state: &StateDir, client: &Client, data: u64, writes: u64) -> Result<()> {
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    if !space::shares_disk(&CacheDir::read(state).folder(state), &state.mounts()) {
+        let free = space::free_space(&state.mounts())?;
+        if free >= data.saturating_add(writes).saturating_add(space::HOST_LEFT) {
+            return Ok(());
+        }
+        let what = format!(
+            "a copy of its data takes {} MiB in the state directory, and its writes may still take {} \
+             MiB; {} MiB are free there, of which {} MiB are left to the host: free some space",
+            mib(data),
+            mib(writes),
+            mib(free),
+            mib(space::HOST_LEFT)
+        );
+        return Err(Error::new(ErrorKind::NoSpace, what));
+    }
     let ask = |request| match client.call(&Request::Cache(request))? {
         (Reply::Cache(answer), _) => Ok(answer.cache),
         _ => Err(unexpected()),
@@ -206,7 +229,6 @@ fn make_room(client: &Client, data: u64, writes: u64) -> Result<()> {
     if cache.free >= wanted {
         return Ok(());
     }
-    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let what = format!(
         "a copy of its data takes {} MiB, and its writes may still take {} MiB; {} MiB are free, of \
          which {} MiB, the cache's floor, stay free: free some space, or lower the floor (`burgeon \
@@ -236,6 +258,13 @@ fn copy(
         Ok(()) => {}
         Err(rustix::io::Errno::WOULDBLOCK) => return Err(another()),
         Err(e) => return Err(failed(e.into())),
+    }
+    // Another command may have finished the file between its opening and its lock: then it lies
+    // below a mount, and must not be cut off.
+    let identity = |it: &fs::Metadata| (it.dev(), it.ino());
+    let locked = file.metadata().map_err(failed)?;
+    if new.symlink_metadata().ok().as_ref().map(identity) != Some(identity(&locked)) {
+        return Err(another());
     }
     file.set_len(0).and_then(|()| file.set_len(from.size)).map_err(|e| {
         let what = format!(
@@ -271,10 +300,14 @@ fn open_device(path: &Path, size: u64) -> Result<Device> {
     let direct = OFlags::DIRECT.bits() as i32;
     let mut file = File::options().read(true).custom_flags(direct).open(path).map_err(failed)?;
     if file.seek(SeekFrom::End(0)).map_err(failed)? != size {
-        let what = format!("{name} is not the device of this mount any more: is it unmounted?");
-        return Err(Error::new(ErrorKind::NotFound, what));
+        return Err(other_device(&name));
     }
     Ok(Device { file, size, name })
+}
+
+fn other_device(name: &str) -> Error {
+    let what = format!("{name} is not the device of this mount any more: is it unmounted?");
+    Error::new(ErrorKind::NotFound, what)
 }
 
 /// `range`, in pieces that begin at multiples of [`PIECE`].

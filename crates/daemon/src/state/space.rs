@@ -6,7 +6,7 @@
 //! growing sprout is allocated in steps, ahead of btrfs's usage (`supervisor/thin.rs`).
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
@@ -33,6 +33,12 @@ const FIRST_MAX: u64 = 1 << 30;
 
 /// Bytes that growing sprouts leave free on the host, for Burgeon's records and other programs.
 pub(crate) const HOST_LEFT: u64 = 64 << 20;
+
+/// True if both folders lie in one file system.
+pub(crate) fn shares_disk(a: &Path, b: &Path) -> bool {
+    let disk = |folder: &Path| fs::metadata(folder).ok().map(|metadata| metadata.dev());
+    disk(a) == disk(b)
+}
 
 /// Size limit of a sprout in the file system of `folder`: `wanted`, or the default.
 pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {

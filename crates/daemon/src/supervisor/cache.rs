@@ -5,13 +5,7 @@
 //!          ◄── Cache ──            waits            ◄── Cache, number ──
 //! ```
 
-use std::{
-    fs,
-    os::unix::{fs::MetadataExt, net::UnixStream},
-    path::Path,
-    sync::PoisonError,
-    time::Duration,
-};
+use std::{os::unix::net::UnixStream, path::Path, sync::PoisonError, time::Duration};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -44,7 +38,10 @@ impl Supervisor {
         request: CacheRequest,
         client: Option<&UnixStream>,
     ) -> Result<CacheAnswer> {
-        let mut freed = 0;
+        let dropped = match &request {
+            CacheRequest::Drop { digest } => Some(digest.0),
+            _ => None,
+        };
         let order = match request {
             CacheRequest::Show => CacheOrder::Show,
             CacheRequest::Resize { limit, keep_free } => {
@@ -55,10 +52,7 @@ impl Supervisor {
                 CacheOrder::Resize
             }
             CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
-            CacheRequest::Drop { digest } => {
-                freed = complete::forget(&self.state, &digest.0)?;
-                CacheOrder::Drop { digest }
-            }
+            CacheRequest::Drop { digest } => CacheOrder::Drop { digest },
             CacheRequest::Scrub { bytes_per_second } => CacheOrder::Scrub { bytes_per_second },
         };
         let scrubber = client.filter(|_| matches!(order, CacheOrder::Scrub { .. }));
@@ -85,6 +79,7 @@ impl Supervisor {
         drop(table);
         match answered {
             Some((answer, None)) => {
+                let freed = dropped.map_or(Ok(0), |image| complete::forget(&self.state, &image))?;
                 let dir = CacheDir::read(&self.state);
                 let cache = HostCache {
                     folder: Some(dir.folder(&self.state)),
@@ -105,9 +100,8 @@ impl Supervisor {
     pub(super) fn make_room(&self, bytes: u64) {
         let free = |folder: &Path| space::free_space(folder).ok();
         let Some(free) = free(&self.state.mounts()).filter(|free| *free < bytes) else { return };
-        let is_one_disk =
-            disk(&CacheDir::read(&self.state).folder(&self.state)) == disk(&self.state.mounts());
-        if !is_one_disk {
+        let cache = CacheDir::read(&self.state).folder(&self.state);
+        if !space::shares_disk(&cache, &self.state.mounts()) {
             return;
         }
         match self.cache(CacheRequest::Evict { bytes: bytes - free }, None) {
@@ -115,11 +109,6 @@ impl Supervisor {
             Err(error) => tracing::debug!(%error, "the cache makes no room"),
         }
     }
-}
-
-/// The number of the file system of `folder`.
-fn disk(folder: &Path) -> Option<u64> {
-    fs::metadata(folder).ok().map(|metadata| metadata.dev())
 }
 
 fn no_server() -> Error {

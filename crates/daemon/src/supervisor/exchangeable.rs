@@ -32,9 +32,15 @@ impl Supervisor {
         if let Some(known) = self.known_exchange() {
             return Ok(known);
         }
-        let can_exchange = match helper::run(&self.state, &Task::TryExchange, &[], || {})?.0 {
-            Outcome::Tried { can_exchange } => can_exchange,
-            _ => {
+        let can_exchange = match helper::run(&self.state, &Task::TryExchange, &[], || {}) {
+            Ok((Outcome::Tried { can_exchange }, _)) => can_exchange,
+            // It hangs: another attempt would, too.
+            Err(error) if error.kind() == ErrorKind::Unavailable => {
+                tracing::error!(%error, "the exchange of a scratch file hangs: nothing is exchanged in this boot");
+                false
+            }
+            Err(error) => return Err(error),
+            Ok(_) => {
                 let what = "unexpected answer from the process that tries an exchange";
                 return Err(Error::new(ErrorKind::LocalIo, what));
             }

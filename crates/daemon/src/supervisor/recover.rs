@@ -156,7 +156,9 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
         complete::give_back(state, &record);
         recycled_seed::keep(state, &record);
     }
-    if let Err(e) = files::remove_folder(&state.mount(id)) {
+    if let Err(e) = files::remove_folder(&state.mount(id))
+        .and_then(|()| files::remove_file(&state.recorded_reads(id)))
+    {
         tracing::warn!(mount = %id, error = %e, "cannot clear up after a mount");
     }
 }

@@ -42,7 +42,11 @@ impl Supervisor {
                     Some(_) => {}
                 }
             }
-            self.ended_plain().into_iter().for_each(|id| self.release(id));
+            for id in self.ended_plain() {
+                // Removing a large file may take long; the other mounts must not wait for that.
+                let supervisor = Arc::clone(self);
+                thread::spawn(move || supervisor.release(id));
+            }
             let table = self.table();
             let watched = table.mounts.values().any(|entry| {
                 entry.record.plain || entry.record.attach.transport.device().is_some()
@@ -78,7 +82,8 @@ impl Supervisor {
         let records: Vec<_> = {
             let table = self.table();
             let mounts = table.mounts.values();
-            let plain = mounts.filter(|entry| entry.handed_out && entry.record.plain);
+            let plain =
+                mounts.filter(|entry| entry.handed_out && entry.record.plain && !entry.releasing);
             plain.map(|entry| entry.record.clone()).collect()
         };
         let is_over = |record: &MountRecord| {

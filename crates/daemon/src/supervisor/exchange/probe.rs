@@ -16,9 +16,9 @@
 //!   themselves. One that was killed while its file system was frozen is thawed by the next attempt.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read, Write},
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
     time::Duration,
@@ -43,23 +43,34 @@ const CONTENT: [u8; BLOCK_SIZE as usize] = [0x5a; BLOCK_SIZE as usize];
 const FILE: &str = "file";
 /// Longest wait for the end of a loop device.
 const DETACH_MAX: Duration = Duration::from_secs(10);
-/// Name of the loop devices, before the id of their process.
+/// Name of the loop devices, before the identity of their process.
 const NAME: &str = "burgeon trial ";
+
+/// The namespace of this process's id: a host has several, and an id means a process in one alone.
+fn namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}
+
+/// Name of the loop devices of the process `owner`.
+fn name_of(owner: u32) -> String {
+    format!("{NAME}{}-{owner}", namespace())
+}
 
 /// True if the kernel bears the exchange. Has its loop devices forgotten by `forget`. An error says
 /// nothing about the kernel, such as one for a lack of loop devices.
 pub(crate) fn probe(forget: impl FnOnce(&[PathBuf])) -> Result<bool> {
-    thaw_leftovers();
-    let scratch = Scratch::make(std::process::id())?;
+    thaw_leftovers(&format!("{NAME}{}-", namespace()));
+    let scratch = Scratch::make(&name_of(std::process::id()))?;
     let tried = scratch.exchange_and_use();
     forget(&scratch.detach());
     tried
 }
 
-/// Thaws the scratch file systems of killed attempts, which end with that.
-fn thaw_leftovers() {
+/// Thaws the scratch file systems of killed attempts, which end with that. Their loop devices have
+/// names of this beginning, followed by the id of a process.
+fn thaw_leftovers(beginning: &str) {
     for (number, name) in LoopDevice::names().unwrap_or_default() {
-        let owner = name.strip_prefix(NAME);
+        let owner = name.strip_prefix(beginning);
         let is_dead = |owner: &str| !Path::new("/proc").join(owner).exists();
         if owner.is_none_or(|owner| !is_dead(owner)) {
             continue;
@@ -84,8 +95,8 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Of the process `owner`.
-    fn make(owner: u32) -> Result<Self> {
+    /// With this name of its loop devices.
+    fn make(name: &str) -> Result<Self> {
         let identity = Identity { fsid: Fsid::random()?.0 };
         let nodes = Nodes::default();
         let info = describe(&nodes)?;
@@ -95,9 +106,8 @@ impl Scratch {
             write(&metadata, &bytes, address)?;
         }
         write_superblocks(&metadata, &info, &identity, DeviceNo::Metadata)?;
-        let name = format!("{NAME}{owner}");
         let attach = |file: &File, read_only| {
-            LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
+            LoopDevice::attach(file, LoopOptions { name, read_only, discard: false })
         };
         Ok(Self {
             metadata: attach(&metadata, true)?,
@@ -128,10 +138,11 @@ impl Scratch {
         order::exchange(&Live { exchange: &exchange, loop_device, file, is_served: true })?;
         match use_it(&mounted) {
             Ok(is_right) => Ok(is_right),
-            Err(error) => {
+            Err(error) if is_of_a_shutdown(&error) => {
                 tracing::info!(%error, "this kernel shuts a file system down whose device is exchanged");
                 Ok(false)
             }
+            Err(error) => Err(Error::io("cannot use a scratch file system", error)),
         }
     }
 
@@ -146,6 +157,12 @@ impl Scratch {
         }
         paths
     }
+}
+
+/// True for what a file system that was shut down answers; a lack of memory says nothing.
+fn is_of_a_shutdown(error: &io::Error) -> bool {
+    let errno = error.raw_os_error();
+    errno.is_some_and(|errno| [libc::EIO, libc::EROFS, libc::ESHUTDOWN].contains(&errno))
 }
 
 /// Reads the file, which is in no page cache yet, and writes another.
@@ -228,21 +245,20 @@ mod tests {
     use burgeon_frontend::LoopDevice;
     use rustix::process::geteuid;
 
-    use super::{NAME, Scratch, probe, thaw_leftovers};
+    use super::{Scratch, name_of, probe, thaw_leftovers};
     use crate::supervisor::exchange::{FIFREEZE, number_ioctl};
 
     /// More than `/proc/sys/kernel/pid_max` can be.
     const DEAD: u32 = 1 << 30;
 
-    fn devices_of(owner: u32) -> usize {
-        let name = format!("{NAME}{owner}");
-        LoopDevice::names().unwrap().iter().filter(|(_, known)| *known == name).count()
+    fn devices(name: &str) -> usize {
+        LoopDevice::names().unwrap().iter().filter(|(_, known)| known == name).count()
     }
 
-    fn await_none_of(owner: u32) {
+    fn await_none(name: &str) {
         let begun = Instant::now();
-        while devices_of(owner) > 0 {
-            assert!(begun.elapsed() < Duration::from_secs(60), "loop devices of {owner} stay");
+        while devices(name) > 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "loop devices of {name} stay");
             std::thread::yield_now();
         }
     }
@@ -255,7 +271,7 @@ mod tests {
         let mut forgotten = Vec::new();
         probe(|devices| forgotten = devices.to_vec()).unwrap();
         assert_eq!(forgotten.len(), 3);
-        await_none_of(std::process::id());
+        await_none(&name_of(std::process::id()));
     }
 
     #[test]
@@ -263,12 +279,15 @@ mod tests {
         if !geteuid().is_root() {
             return;
         }
-        let scratch = Scratch::make(DEAD).unwrap();
+        // Of this test alone, so that no other attempt on this host thaws it.
+        let beginning = format!("burgeon test {} ", std::process::id());
+        let name = format!("{beginning}{DEAD}");
+        let scratch = Scratch::make(&name).unwrap();
         let mounted = scratch.mount().unwrap();
         number_ioctl(&mounted.open_root().unwrap(), FIFREEZE, 0).unwrap();
         drop((mounted, scratch));
-        assert!(devices_of(DEAD) > 0, "a frozen file system keeps its devices");
-        thaw_leftovers();
-        await_none_of(DEAD);
+        assert!(devices(&name) > 0, "a frozen file system keeps its devices");
+        thaw_leftovers(&beginning);
+        await_none(&name);
     }
 }
