@@ -94,7 +94,7 @@ fn start_daemon(bench: &Bench, burgeon: &Burgeon) -> Result<()> {
     let tree = bench.path("mounts-other-tree");
     fs::create_dir_all(&tree)?;
     fs::write(tree.join("file"), "other")?;
-    burgeon.run(&["build", &tree.to_string_lossy(), "other"])?;
+    burgeon.run(&["build", &tree.to_string_lossy(), "other", "--replace"])?;
     let at = bench.path("mounts-other");
     burgeon.mount("other", &at)?;
     burgeon.umount(&at)
