@@ -7,7 +7,10 @@ use std::{
 };
 
 use burgeon_block::{Error, ObjectStore, Result};
-use burgeon_image::builder::{self, OnProgress, Options, Report};
+use burgeon_image::{
+    builder::{self, OnProgress, Options, Report},
+    catalog::ReservedName,
+};
 use burgeon_source::{Directory, Partial, layer_object, registry::OciDigest, waiting, web};
 use reqwest::{
     Response, StatusCode, Url,
@@ -62,12 +65,12 @@ impl Archive {
     /// The image name for this version of the archive; `None` if the server gives no version.
     pub(crate) fn name(&self) -> Option<String> {
         let text = format!("{}\n{}\n{:?}", self.url, self.version.as_ref()?, self.len);
-        Some(format!("url:{}", OciDigest::of(text.as_bytes()).hex()))
+        Some(name_of(&text))
     }
 
     /// The image name for an archive without a version.
     pub(crate) fn unversioned_name(&self) -> String {
-        format!("url:{}", OciDigest::of(self.url.as_str().as_bytes()).hex())
+        name_of(self.url.as_str())
     }
 
     /// Builds the image `name` of the archive. With `own`, fetched bytes are kept there until the
@@ -163,6 +166,11 @@ impl Read for Kept {
         }
         Ok(len)
     }
+}
+
+/// The store's name for the archive that `text` identifies.
+fn name_of(text: &str) -> String {
+    ReservedName::Archive { hex: OciDigest::of(text.as_bytes()).hex() }.to_string()
 }
 
 /// The version of a response: a strong ETag, or the date of the last change.

@@ -15,6 +15,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::catalog::OciName;
 use burgeon_source::{
     Access,
     registry::{Checked, OciDigest, Registry, body_error},
@@ -58,7 +59,7 @@ pub(crate) struct Resolved {
 
 impl Resolved {
     /// The image's name in a store, or that of its part.
-    pub(crate) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> OciName<'_> {
         part::name(&self.digest, self.manifest.layers.len(), self.layers)
     }
 

@@ -16,7 +16,7 @@ use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result}
 use burgeon_image::{
     Limits, Manifest,
     builder::{self, Origin, Report},
-    catalog::{self, ImageRecord},
+    catalog::{self, ImageRecord, NameForm, NamedPart, OciName, ReservedName},
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
@@ -67,15 +67,8 @@ pub struct Indexed {
 }
 
 /// The store's name for the image `digest` read by an index.
-pub(crate) fn name_of(digest: &str) -> String {
-    format!("{digest}/index")
-}
-
-/// The store's name for the image or part `name` if TOCs describe it.
-pub(crate) fn listed_name_of(name: &str) -> String {
-    // Names in a store are short.
-    let form = if name.contains('/') { "toc" } else { "contents" };
-    format!("{name}/{form}")
+fn name_of(digest: &OciDigest) -> String {
+    OciName::of(digest.as_str()).form(NameForm::Index).to_string()
 }
 
 /// Makes the index of the image of `source` in `store`, unless it is there. With `push`, pushes it
@@ -97,7 +90,7 @@ pub fn index(
     }
     let referrer_store = push.then(|| ReferrerStore::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&selector)?;
-    let name = name_of(&resolved.digest.to_string());
+    let name = name_of(&resolved.digest);
     let image = match work.vouched(store, &name) {
         Some(image) => image,
         None => {
@@ -206,8 +199,8 @@ pub(crate) fn store_layers(
     tocs: Option<&Tocs>,
 ) -> Result<Option<Report>> {
     let lease = own.begin_write()?;
-    let name = resolved.name();
-    let listed = listed_name_of(&name);
+    let listed = resolved.name().form(NameForm::Tocs).to_string();
+    let name = resolved.name().to_string();
     let names = Names { name: &name, listed: tocs.map(|tocs| (listed.as_str(), tocs)) };
     let keep = Keep { own, scratch: lease.scratch() };
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
@@ -317,11 +310,13 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
 /// True if TOCs describe the image, which may have any name of its source in
 /// `store`.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
-    match image.name.split_once('/') {
-        None | Some((_, "index")) => return Ok(false),
-        Some((_, "contents")) => return Ok(true),
+    match ReservedName::oci(&image.name) {
+        Some(OciName { form: NameForm::Tocs, .. }) => return Ok(true),
+        Some(OciName { form: NameForm::Index, .. } | OciName { part: NamedPart::All, .. }) => {
+            return Ok(false);
+        }
         // An alias of an image index can name either kind.
-        Some(_) => {}
+        Some(_) | None => {}
     }
     let bytes = catalog::load_bytes(store, &image.digest()?)?;
     Manifest::decode_lacks_checksums(&bytes, &Limits::default())
@@ -448,7 +443,7 @@ impl Pinned {
         })?;
         let _lease = store.begin_write()?;
         publish_table(store, &table, at)?;
-        let name = name_of(&resolved.digest.to_string());
+        let name = name_of(&resolved.digest);
         catalog::publish_image(store, &name, &manifest)
     }
 }

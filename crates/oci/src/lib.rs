@@ -42,7 +42,7 @@ use std::{panic::resume_unwind, path::Path, thread};
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
     builder::{OnProgress, Options, Report},
-    catalog::{self, ImageRecord},
+    catalog::{self, ImageRecord, NameForm, NamedPart, OciName},
 };
 use burgeon_source::{
     Access, Directory, LayersAt,
@@ -223,7 +223,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
     }
 
     /// The image of this name in the required form. A whole image is preferred to a lazy one.
-    fn known(&self, name: &str) -> Option<ImageRecord> {
+    fn known(&self, name: OciName<'_>) -> Option<ImageRecord> {
         let will_do = |image: &ImageRecord| {
             let unlisted = || matches!(index::is_listed(self.store, image), Ok(false));
             match self.want {
@@ -232,21 +232,22 @@ impl<'a, S: ObjectStore> Here<'a, S> {
                 ImageForm::Whole => unlisted() && matches!(is_whole(self.store, image), Ok(true)),
             }
         };
-        let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
-        names.iter().filter_map(|name| self.work.vouched(self.store, name)).find(will_do)
+        let forms = [NameForm::Whole, NameForm::Index, NameForm::Tocs].into_iter();
+        let names = forms.map(|form| name.form(form).to_string());
+        names.filter_map(|name| self.work.vouched(self.store, &name)).find(will_do)
     }
 
     /// The image with the digest `digest` of an image or index, or its wanted part.
     fn of_digest(&self, digest: &OciDigest) -> Result<Option<ImageRecord>> {
         let part = &self.source.1;
         if *part == Part::All {
-            let names = [digest.to_string(), alias(digest)];
-            return Ok(names.iter().find_map(|name| self.known(name)));
+            let names = [OciName::of(digest.as_str()), alias(digest)];
+            return Ok(names.into_iter().find_map(|name| self.known(name)));
         }
         // The number of layers decides about the name of a part.
         let Some(image) = self.work.documents.image(digest) else { return Ok(None) };
         let count = part.count(&image)?;
-        Ok(self.known(&part::name(&image.digest.parse()?, count, image.layers.len())))
+        Ok(self.known(part::name(&image.digest.parse()?, count, image.layers.len())))
     }
 
     /// The record of the tag or archive, and its image, if that is in the store.
@@ -338,7 +339,7 @@ pub fn find_or_build(
     };
     blobs.take_part(&mut resolved, &source.1)?;
     let resolved = resolved;
-    let found = match (here.known(&resolved.name()), pinned, at) {
+    let found = match (here.known(resolved.name()), pinned, at) {
         (Some(image), ..) => here.found(Made::known(image))?,
         (None, Some(pinned), Some(at)) => {
             // The configuration is to be kept; reading it takes no time of its own here.
@@ -371,12 +372,12 @@ pub fn find_or_build(
             && matches!(index::is_listed(store, old), Ok(true))
             && matches!(index::is_listed(store, &found.image), Ok(false))
     };
-    if let Some(index) = &resolved.index
-        && !resolved.is_part()
-        && (want == ImageForm::Whole
-            || work.vouched(store, &alias(index)).is_none_or(|old| better(&old)))
-    {
-        work.vouch(&catalog::publish_alias(store, &found.image, &alias(index))?)?;
+    if let Some(index) = resolved.index.as_ref().filter(|_| !resolved.is_part()) {
+        let alias = alias(index).to_string();
+        let is_old = || work.vouched(store, &alias).is_none_or(|old| better(&old));
+        if want == ImageForm::Whole || is_old() {
+            work.vouch(&catalog::publish_alias(store, &found.image, &alias)?)?;
+        }
     }
     let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
     let tag_digest = source.tagged().map(|_| answered.to_string());
@@ -480,7 +481,7 @@ fn store_or_build(
             return Ok(Made { how, notes: tocs.into_refused(), ..Made::of(report) });
         }
     }
-    let report = blobs.build(resolved, store, &resolved.name(), work)?;
+    let report = blobs.build(resolved, store, &resolved.name().to_string(), work)?;
     if let Some(own) = work.own {
         index::remove_unneeded_layers(own, resolved);
     }
@@ -531,8 +532,8 @@ fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<F
 }
 
 /// The store's name for an image index; it includes the architecture of the chosen image.
-fn alias(index: &OciDigest) -> String {
-    format!("{index}/{}", architecture())
+fn alias(index: &OciDigest) -> OciName<'_> {
+    OciName::of(index.as_str()).part(NamedPart::Architecture(architecture()))
 }
 
 /// Adds to an error how to name the image without the registry.

@@ -15,6 +15,7 @@
 use std::fmt;
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::catalog::{NamedPart, OciName};
 use burgeon_source::registry::OciDigest;
 
 use crate::kept::OciImage;
@@ -81,12 +82,14 @@ impl Part {
 }
 
 /// The store's name for the first `count` of the `all` layers of the image `digest`.
-pub(crate) fn name(digest: &OciDigest, count: usize, all: usize) -> String {
-    if count == all { digest.to_string() } else { format!("{digest}/{count}") }
+pub(crate) fn name(digest: &OciDigest, count: usize, all: usize) -> OciName<'_> {
+    let whole = OciName::of(digest.as_str());
+    if count == all { whole } else { whole.part(NamedPart::Layers(count)) }
 }
 
 #[cfg(test)]
 mod tests {
+    use burgeon_image::catalog::NameForm;
     use burgeon_source::registry::OciDigest;
 
     use super::{Part, name};
@@ -113,8 +116,9 @@ mod tests {
     /// The store allows names of 80 bytes.
     #[test]
     fn the_name_of_each_part_of_each_form_fits() {
-        let longest = name(&OciDigest::of(b"x"), 512, 513);
-        assert!(crate::index::listed_name_of(&longest).len() <= 80);
-        assert_eq!(name(&OciDigest::of(b"x"), 3, 3), OciDigest::of(b"x").to_string());
+        let digest = OciDigest::of(b"x");
+        let longest = name(&digest, 512, 513).form(NameForm::Tocs);
+        assert!(longest.to_string().len() <= 80, "{longest}");
+        assert_eq!(name(&digest, 3, 3).to_string(), digest.to_string());
     }
 }

@@ -1,6 +1,7 @@
 use std::{fmt, path::PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::catalog::ReservedName;
 use burgeon_source::{
     Form,
     registry::{Name, OciDigest},
@@ -88,12 +89,12 @@ impl Source {
 
     /// True if an image of this source can have the reserved name `name`.
     pub fn may_be_named(&self, name: &str) -> bool {
-        match &self.0 {
-            Kind::Archive(_) => name.starts_with("url:"),
-            // The digest may be followed by the form of the image or the architecture.
-            Kind::Layout { .. } | Kind::Registry(_) => {
-                name.split('/').next().is_some_and(|digest| digest.parse::<OciDigest>().is_ok())
+        match (&self.0, ReservedName::parse(name)) {
+            (Kind::Archive(_), Some(ReservedName::Archive { .. })) => true,
+            (Kind::Layout { .. } | Kind::Registry(_), Some(ReservedName::Oci(name))) => {
+                name.digest.parse::<OciDigest>().is_ok()
             }
+            _ => false,
         }
     }
 

@@ -5,14 +5,14 @@
 //!                  ──► arrows of this file      each is one between crates
 //!   */src/*.rs     ──► imports                  no circle of files (circles.rs)
 //!   Cargo.lock     ──► crates                   none that is unmaintained or unwanted
-//!   every *.rs     ──► length, words            at most LINES_MAX lines, no unfinished marks
-//!   crates/*/src   ──► names of objects       their kind is read in block/src/object.rs only
-//!   every text     ──► words                    no path of somebody's machine
+//!   every text     ──► length, words, names     texts.rs
 //!   dev/proofs.toml ─► texts to replace         each occurs once in its file
 //!   dev/fuzz        ─► readers of FUZZED        each has a target, which is run
 //! ```
 //!
 //! Invariant: each rule has a test below that shows it failing.
+
+mod texts;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,9 +26,6 @@ use serde_json::Value;
 
 use crate::{circles, files::files, proofs};
 
-/// The longest source file, in lines.
-const LINES_MAX: usize = 600;
-
 /// Crates that must not appear in Cargo.lock, not even below others: unmaintained, or with a
 /// better successor.
 const BANNED_CRATES: &[&str] = &[
@@ -40,41 +37,6 @@ const BANNED_CRATES: &[&str] = &[
     "proc-macro-error2",
     "ocipkg",
 ];
-
-/// Words that must not appear in source files. Split so that this file passes its own check.
-const BANNED_IN_SOURCE: &[&str] = &[
-    concat!("todo", "!("),
-    concat!("unimplemented", "!("),
-    concat!("#[", "ignore"),
-    concat!("dbg", "!("),
-    concat!("FIX", "ME"),
-];
-
-/// Code that reads or writes the kind of an object in its name; a folder follows each text. The
-/// kind decides which objects an image may refer to, so it is parsed in one place:
-/// `ObjectId::kind`, `ObjectKind::object`.
-const KIND_BY_HAND: &[&str] =
-    &["starts_with(\"", "strip_prefix(\"", "trim_start_matches(\"", "ObjectId::new(format!(\""];
-
-/// The folders of `ObjectKind`.
-const KINDS: &[&str] = &[
-    "packs",
-    "manifests",
-    "images",
-    "profiles",
-    "roots",
-    "leases",
-    "derived",
-    "origins",
-    "held",
-    "layers",
-    "file",
-    "computed",
-];
-
-/// Paths of one machine, which must not appear in any text.
-const BANNED_EVERYWHERE: &[&str] =
-    &[concat!("/wo", "rk/"), concat!("/fa", "rm/"), concat!("/ro", "ot/.")];
 
 /// The picture of docs/architecture.md: each crate and its allowed dependencies.
 const ARROWS: &[(&str, &[&str])] = &[
@@ -243,7 +205,7 @@ fn problems(root: &Path) -> Result<Vec<String>> {
         // Fixtures and the like are not text.
         let Ok(text) = String::from_utf8(fs::read(&path)?) else { continue };
         let name = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
-        problems.extend(file_problems(&name, &text));
+        problems.extend(texts::problems(&name, &text));
         problems.extend(unlisted_reader(&name, &text));
     }
     Ok(problems)
@@ -407,58 +369,13 @@ fn banned_crates(lock: &str) -> Vec<String> {
     banned.map(|name| format!("Cargo.lock holds the banned crate {name}")).collect()
 }
 
-fn file_problems(name: &Path, text: &str) -> Vec<String> {
-    let mut problems = Vec::new();
-    let shown = name.display();
-    let source = name.extension().is_some_and(|e| e == "rs");
-    let lines = text.lines().count();
-    if source && lines > LINES_MAX {
-        problems
-            .push(format!("{shown} has {lines} lines (at most {LINES_MAX}): give it one subject"));
-    }
-    let banned = BANNED_IN_SOURCE.iter().filter(|_| source).chain(BANNED_EVERYWHERE);
-    for word in banned {
-        for (index, _) in text.lines().enumerate().filter(|(_, line)| line.contains(word)) {
-            problems.push(format!("{shown}:{}: {word:?} must not stand here", index + 1));
-        }
-    }
-    problems.extend(kinds_by_hand(name, text));
-    problems
-}
-
-/// Lines of a crate that tell the kind of an object by its name. Tests may write names out.
-fn kinds_by_hand(name: &Path, text: &str) -> Vec<String> {
-    let mut parts = name.components().map(|part| part.as_os_str());
-    if parts.next() != Some("crates".as_ref()) || parts.nth(1) != Some("src".as_ref()) {
-        return Vec::new();
-    }
-    let product = text.split("#[cfg(test)]").next().unwrap_or_default();
-    let by_hand = |line: &&str| {
-        let after = KIND_BY_HAND.iter().filter_map(|call| Some(line.split_once(call)?.1));
-        let folders = after.filter_map(|rest| Some(rest.split_once('/')?.0));
-        folders.into_iter().any(|folder| KINDS.contains(&folder))
-    };
-    let lines = product.lines().enumerate().filter(|(_, line)| by_hand(line));
-    let problem = |(index, _)| {
-        format!(
-            "{}:{}: ask ObjectId for its kind, or make it with ObjectKind",
-            name.display(),
-            index + 1
-        )
-    };
-    lines.map(problem).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use serde_json::json;
 
-    use super::{
-        ARROWS, banned_crates, crate_arrows, file_problems, picture_differs, problems,
-        unused_arrows,
-    };
+    use super::{ARROWS, banned_crates, crate_arrows, picture_differs, problems, unused_arrows};
 
     #[test]
     fn a_reader_without_a_fuzz_target_is_named() {
@@ -535,31 +452,5 @@ mod tests {
     fn a_banned_crate_is_found() {
         assert_eq!(banned_crates("[[package]]\nname = \"bincode\"\nversion").len(), 1);
         assert!(banned_crates("[[package]]\nname = \"bincode-not\"\nversion").is_empty());
-    }
-
-    #[test]
-    fn long_files_and_banned_words_are_found() {
-        let source = Path::new("a.rs");
-        assert!(file_problems(source, &"x\n".repeat(600)).is_empty());
-        assert_eq!(file_problems(source, &"x\n".repeat(601)).len(), 1);
-        assert!(file_problems(Path::new("a.md"), &"x\n".repeat(601)).is_empty());
-        assert_eq!(file_problems(source, concat!("to", "do!()")).len(), 1);
-        assert_eq!(file_problems(source, concat!("#[ig", "nore = \"slow\"]")).len(), 1);
-        assert_eq!(file_problems(Path::new("a.md"), concat!("see /wo", "rk/x")).len(), 1);
-    }
-
-    #[test]
-    fn a_kind_that_is_read_by_hand_is_found() {
-        let found = |name: &str, line: &str| file_problems(Path::new(name), line).len();
-        let product = "crates/x/src/a.rs";
-        assert_eq!(found(product, "if name.starts_with(\"file/\") {"), 1);
-        assert_eq!(found(product, "ObjectId::new(format!(\"packs/{digest}\"))"), 1);
-        assert_eq!(found(product, "name.strip_prefix(\"derived/\")\nx.strip_prefix(\"held/\")"), 2);
-        assert_eq!(
-            found(product, "path.starts_with(\"sys/file/\"); format!(\"manifests/{tag}\")"),
-            0
-        );
-        assert_eq!(found(product, "#[cfg(test)]\nobject.starts_with(\"file/\")"), 0);
-        assert_eq!(found("crates/x/tests/a.rs", "object.starts_with(\"file/\")"), 0);
     }
 }

@@ -19,6 +19,7 @@ use burgeon_daemon::{
     Client, Fsid, btrfs_fsid, orphan,
     protocol::{MountStatus, WritesState},
 };
+use burgeon_image::catalog::ReservedName;
 use burgeon_oci::Source;
 
 use super::{Context, mount_point::Opened, named};
@@ -119,9 +120,9 @@ fn is_same_image(context: &Context, typed: &str, lost: &orphan::Orphan) -> bool 
     if is_there && named::canonical(typed) == named::canonical(lost.image()) {
         return true;
     }
-    let form = lost.name().split('/').next();
+    let digest = ReservedName::oci(lost.name()).map(|name| name.digest);
     if let Some(pinned) = source.as_ref().and_then(Source::pinned)
-        && form == Some(&*pinned.to_string())
+        && digest == Some(pinned.as_str())
     {
         return true;
     }

@@ -12,7 +12,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore};
-use burgeon_image::catalog::{self, ImageRecord, Provenance, is_reserved};
+use burgeon_image::catalog::{
+    self, ImageRecord, NamedPart, OciName, Provenance, ReservedName, is_reserved,
+};
 use burgeon_oci::Source;
 use burgeon_source::{Form, Store, registry::Name};
 
@@ -121,12 +123,13 @@ impl Images {
 
     /// All forms of the image on this host: complete, by index, by table of contents.
     fn forms(&self, digest: &Digest) -> BTreeSet<Digest> {
-        let original = |record: &ImageRecord| -> Option<String> {
-            let (digest, form) = record.name.split_once('/').unwrap_or((&record.name, ""));
-            let is_form = matches!(form, "" | "index" | "contents") && is_reserved(digest);
-            is_form.then(|| digest.to_owned())
-        };
-        let of = |image: &Image| image.records.iter().filter_map(original).collect::<BTreeSet<_>>();
+        fn original(record: &ImageRecord) -> Option<&str> {
+            let name = ReservedName::oci(&record.name)?;
+            (name.part == NamedPart::All).then_some(name.digest)
+        }
+        fn of(image: &Image) -> BTreeSet<&str> {
+            image.records.iter().filter_map(original).collect()
+        }
         let own = self.by_digest.get(digest).map(of).unwrap_or_default();
         let same = self.by_digest.iter().filter(|(_, image)| !own.is_disjoint(&of(image)));
         same.map(|(digest, _)| *digest).chain([*digest]).collect()
@@ -140,12 +143,13 @@ impl Images {
             let end = format!("/{typed}");
             image.references.iter().any(|reference| reference.ends_with(&end))
         };
-        let hex = typed.strip_prefix("sha256:").unwrap_or(typed);
+        let whole = ReservedName::oci(typed).filter(|name| *name == OciName::of(name.digest));
+        let hex = whole.map_or(typed, |name| name.hex());
         let is_hex = hex.len() >= DIGITS_MIN && hex.bytes().all(|b| b.is_ascii_hexdigit());
         let is_digest = |digest: &Digest, image: &Image| {
-            let begins =
-                |name: &str| name.strip_prefix("sha256:").is_some_and(|n| n.starts_with(hex));
-            let by_name = image.records.iter().any(|record| begins(&record.name));
+            let begins = |name: OciName<'_>| name.hex().starts_with(hex);
+            let names = image.records.iter().filter_map(|it| ReservedName::oci(&it.name));
+            let by_name = names.into_iter().any(begins);
             is_hex && (by_name || digest.to_string().starts_with(typed))
         };
         let all = |is: IsMeant<'_>| -> Vec<Digest> {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_image::catalog::ImageRecord;
+use burgeon_image::catalog::{ImageRecord, NamedPart, OciName, ReservedName};
 use burgeon_oci::{OciImage, Pull, Settings, Source, Tags};
 use serde_json::{Value, json};
 
@@ -19,7 +19,7 @@ pub(super) fn known(context: &Context, typed: &str, record: &ImageRecord) -> Res
         return Ok(vec![image]);
     }
     let names = context.provenance().of(&record.digest()?).stands_for;
-    let digests = names.iter().filter_map(|name| name.split('/').next()?.parse().ok());
+    let digests = names.iter().filter_map(|name| ReservedName::oci(name)?.digest.parse().ok());
     let mut images: Vec<OciImage> = digests.filter_map(|digest| documents.image(&digest)).collect();
     images.sort_by(|a, b| a.digest.cmp(&b.digest));
     images.dedup_by(|a, b| a.digest == b.digest);
@@ -61,9 +61,12 @@ pub(super) fn to_json(images: &[OciImage], record: &ImageRecord) -> Value {
 
 /// Number of layers of `image` that make up `record`.
 fn count(image: &OciImage, record: &ImageRecord) -> usize {
-    let name = record.name.strip_prefix(&image.digest).and_then(|name| name.strip_prefix('/'));
-    let count = name.and_then(|form| form.split('/').next()?.parse().ok());
-    count.unwrap_or(image.layers.len())
+    match ReservedName::oci(&record.name) {
+        Some(OciName { digest, part: NamedPart::Layers(count), .. }) if digest == image.digest => {
+            count
+        }
+        _ => image.layers.len(),
+    }
 }
 
 fn chain_id(image: &OciImage, count: usize) -> Option<&str> {

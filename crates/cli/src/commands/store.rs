@@ -5,7 +5,7 @@ use std::{collections::HashSet, process::ExitCode};
 use anyhow::Result;
 use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore};
 use burgeon_daemon::{roots, sweep};
-use burgeon_image::catalog::{self, Damage};
+use burgeon_image::catalog::{self, Damage, ReservedName};
 use burgeon_oci::{Pull, Tags};
 use burgeon_source::{Access, Objects, References, Store};
 use serde_json::json;
@@ -170,7 +170,8 @@ fn prune_tags(context: &Context) -> Result<()> {
     let known = context.provenance().all()?;
     let names = known.iter().flat_map(|(_, known)| &known.stands_for);
     // An image has several reserved names, such as `sha256:…/index`.
-    let here: HashSet<&str> = names.filter_map(|name| name.split('/').next()).collect();
+    let digest = |name| ReservedName::oci(name).map_or(name, |name| name.digest);
+    let here: HashSet<&str> = names.map(|name| digest(name)).collect();
     let (folder, pull) = (context.state.tags(), Pull::default());
     let is_prepared = |manifest: Digest| context.state.image(&manifest).is_dir();
     let is_here = |known: &str| here.contains(known) || known.parse().is_ok_and(is_prepared);

@@ -7,7 +7,10 @@ use std::{
 };
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
-use burgeon_image::{ExtentWriter, catalog};
+use burgeon_image::{
+    ExtentWriter,
+    catalog::{self, ReservedName},
+};
 use burgeon_source::{Location, Store};
 
 use crate::{
@@ -375,8 +378,5 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
 /// Strips a name to the image that it stands for. An OCI image has several names, because it can be
 /// indexed as a whole, by an index or by tables of contents; writes continue on their original one.
 fn image_of(name: &str) -> &str {
-    match name.split_once('/') {
-        Some((digest, _)) if digest.starts_with("sha256:") => digest,
-        _ => name,
-    }
+    ReservedName::oci(name).map_or(name, |name| name.digest)
 }

@@ -8,6 +8,7 @@ mod copy;
 mod discard;
 mod names;
 mod provenance;
+mod reserved;
 mod roots;
 mod verify;
 
@@ -16,12 +17,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use serde::{Deserialize, Serialize};
 
-pub use self::names::{EMPTY_IMAGE, check_given_name, is_reserved};
+pub use self::names::check_given_name;
 use self::names::{escape, unescape};
 pub use self::{
     collect::{Collected, gc, remove, stored_layers},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     provenance::{ImageProvenance, Provenance},
+    reserved::{EMPTY_IMAGE, NameForm, NamedPart, OciName, ReservedName, is_reserved},
     roots::{HostRoots, forget_host, publish_roots, read_host_roots, read_roots},
     verify::{Damage, Read, Verified, verify},
 };

@@ -2,6 +2,7 @@
 
 use burgeon_block::Result;
 
+use super::reserved::ReservedName;
 use crate::invalid;
 
 /// Longest name, in bytes; the escaped form must fit in a file name.
@@ -28,23 +29,13 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     Err(invalid(format!("{shown:?} is not a valid image name, such as debian:12: {why}")))
 }
 
-/// The name of the image without files that `create-empty` mounts.
-pub const EMPTY_IMAGE: &str = "burgeon-empty";
-
-/// True for names that only Burgeon gives: to an OCI image or an archive, whose content it has
-/// checked, or to the image without files.
-pub fn is_reserved(name: &str) -> bool {
-    ["sha256:", "sha512:", "url:"].iter().any(|prefix| name.starts_with(prefix))
-        || ["/index", "/contents"].iter().any(|suffix| name.ends_with(suffix))
-        || name == EMPTY_IMAGE
-}
-
 /// Checks a name that a user gives to an image. `Invalid` states the problem.
 pub fn check_given_name(name: &str) -> Result<()> {
     check_name(name)?;
-    let why = if name == EMPTY_IMAGE {
+    let reserved = ReservedName::parse(name);
+    let why = if reserved == Some(ReservedName::Empty) {
         "it is reserved for the image that `burgeon create-empty` mounts"
-    } else if is_reserved(name) {
+    } else if reserved.is_some() {
         "names that begin with sha256: or url:, or end with /index or /contents, are reserved for \
          images that Burgeon has checked"
     } else if name.contains("://") || name.starts_with("oci-layout:") {
@@ -144,7 +135,7 @@ fn distance(a: &str, b: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::EMPTY_IMAGE, *};
 
     #[test]
     fn names_survive_escaping_and_stay_in_their_folder() {

@@ -31,6 +31,11 @@ impl OciDigest {
         std::array::from_fn(|at| value(digits[2 * at]) << 4 | value(digits[2 * at + 1]))
     }
 
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
     /// The hexadecimal digits.
     pub fn hex(&self) -> &str {
         &self.0[7..]
