@@ -209,7 +209,11 @@ fn make(
         Input::Tree(path) => builder::from_directory(&store, name, path, options, &show),
         Input::Archive(path) => Err(Error::new(
             ErrorKind::Invalid,
-            format!("the archive {} is to be opened first", path.display()),
+            format!(
+                "cannot build from the archive {}: this process may no longer open it; give the \
+                 archive on the standard input, burgeon build - NAME",
+                path.display()
+            ),
         )),
         Input::Opened(path, file) => {
             let len = file.metadata().map(|metadata| metadata.len()).ok();

@@ -31,6 +31,9 @@ pub(crate) const MESSAGE_MAX: usize = 4 << 20;
 /// Most descriptors on one message.
 pub(crate) const FDS_MAX: usize = 4;
 
+/// The remedy for a message that cannot be read.
+const OTHER_VERSION: &str = "is that process of another version? `burgeon upgrade` replaces it";
+
 /// Sends `message` with `fds`.
 pub(crate) fn send(
     mut stream: &UnixStream,
@@ -46,11 +49,18 @@ pub(crate) fn send(
 /// The bytes of `message`: its length and its body.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = vec![0; size_of::<u32>()];
-    serde_json::to_writer(&mut bytes, message)
-        .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot encode a message", e))?;
+    serde_json::to_writer(&mut bytes, message).map_err(|e| {
+        let what = "cannot encode a message to another process of Burgeon: do the names and \
+                        paths in the command consist of UTF-8?";
+        Error::with_source(ErrorKind::Invalid, what, e)
+    })?;
     let length = bytes.len() - size_of::<u32>();
     let Some(head) = u32::try_from(length).ok().filter(|_| length <= MESSAGE_MAX) else {
-        return Err(Error::new(ErrorKind::Invalid, "a message is longer than the protocol allows"));
+        let what = format!(
+            "a message to another process of Burgeon has {length} bytes, above the limit of \
+             {MESSAGE_MAX}: ask for less at once, such as a map of fewer files"
+        );
+        return Err(Error::new(ErrorKind::Invalid, what));
     };
     bytes[..size_of::<u32>()].copy_from_slice(&head.to_le_bytes());
     Ok(bytes)
@@ -65,7 +75,12 @@ pub(crate) fn send_bytes(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(Error::new(ErrorKind::Invalid, "too many descriptors on one message"));
+        let what = format!(
+            "a message to another process of Burgeon has {} file descriptors, above the limit of \
+             {FDS_MAX}: ask for less at once",
+            fds.len()
+        );
+        return Err(Error::new(ErrorKind::Invalid, what));
     }
     let sent = loop {
         match sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
@@ -89,13 +104,19 @@ pub(crate) fn receive<T: DeserializeOwned>(
     if length > MESSAGE_MAX {
         return Err(Error::new(
             ErrorKind::Invalid,
-            format!("a message of {length} bytes is longer than the protocol allows"),
+            format!(
+                "a message from another process of Burgeon has {length} bytes, above the limit of \
+                 {MESSAGE_MAX}: {OTHER_VERSION}"
+            ),
         ));
     }
     let mut body = vec![0; length];
     stream.read_exact(&mut body).map_err(cannot_receive)?;
     let message = serde_json::from_slice(&body).map_err(|e| {
-        Error::with_source(ErrorKind::Invalid, "a message does not follow the protocol", e)
+        let what = format!(
+            "a message from another process of Burgeon cannot be understood: {OTHER_VERSION}"
+        );
+        Error::with_source(ErrorKind::Invalid, what, e)
     })?;
     Ok(Some((message, fds)))
 }

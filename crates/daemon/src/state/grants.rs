@@ -31,6 +31,9 @@ use crate::{
 /// The version of [`GrantRecord`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
+/// The remedy for an unusable record: a new supervisor takes it from the mount's own record.
+const RENEWED: &str = "`burgeon upgrade` makes it anew";
+
 /// Longest record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
 
@@ -207,15 +210,24 @@ pub(crate) fn find(state: &StateDir, id: MountId) -> Result<Grants> {
 pub(crate) fn read(file: &File) -> Result<Grants> {
     let mut bytes = Vec::new();
     let read = file.take(RECORD_MAX + 1).read_to_end(&mut bytes);
-    read.map_err(|e| Error::io("cannot read the record", e))?;
+    read.map_err(|e| Error::io("cannot read the record of a mount's files", e))?;
     if bytes.len() as u64 > RECORD_MAX {
-        let what = format!("the record is longer than {RECORD_MAX} bytes");
+        let what = format!(
+            "the record of a mount's files is damaged, it is longer than {RECORD_MAX} bytes: \
+             {RENEWED}"
+        );
         return Err(Error::new(ErrorKind::Corrupt, what));
     }
-    let record: GrantRecord = serde_json::from_slice(&bytes)
-        .map_err(|e| Error::with_source(ErrorKind::Corrupt, "the record is damaged", e))?;
+    let record: GrantRecord = serde_json::from_slice(&bytes).map_err(|e| {
+        let what = format!("the record of a mount's files is damaged: {RENEWED}");
+        Error::with_source(ErrorKind::Corrupt, what, e)
+    })?;
     if record.format != FORMAT {
-        let what = format!("the record has the unknown format {}", record.format);
+        let what = format!(
+            "the record of a mount's files has the format {}, which this version does not know: \
+             {RENEWED}",
+            record.format
+        );
         return Err(Error::new(ErrorKind::UnsupportedFormat, what));
     }
     Ok(record.grants)

@@ -63,7 +63,12 @@ impl Supervisor {
     ) -> Result<(u64, Vec<String>, File)> {
         let (record, folder) = self.area(request.id)?;
         if request.contents.len() > CONTENTS_MAX {
-            let message = format!("more than {CONTENTS_MAX} files cannot be mapped at once");
+            let message = format!(
+                "cannot map {} files into {} at once, the limit is {CONTENTS_MAX}: map them in \
+                 several requests, as `burgeon map` of this version does",
+                request.contents.len(),
+                record.target.display()
+            );
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         // Checked before anything is written: a failure here leaves nothing behind.
@@ -114,11 +119,22 @@ impl Supervisor {
     /// Opens the file of a mount's virtual area, which is in no mounted tree.
     fn area_of(&self, record: &MountRecord) -> Result<File> {
         let device = writable_device(record).ok_or_else(|| {
-            let message = format!("{} is mounted read-only", record.target.display());
+            let message = format!(
+                "cannot map files into {}, which is mounted read-only: mount the image with \
+                 --virtual SIZE, and without --read-only",
+                record.target.display()
+            );
             Error::new(ErrorKind::Invalid, message)
         })?;
         let (_, fds) = helper::run(&self.state, &Task::OpenArea { device }, &[], || {})?;
-        let none = || Error::new(ErrorKind::LocalIo, "the request lacks the virtual area");
+        let none = || {
+            let message = format!(
+                "the helper process has not opened the virtual area of {}: try again, and see \
+                 `journalctl -u burgeon` for its error",
+                record.target.display()
+            );
+            Error::new(ErrorKind::LocalIo, message)
+        };
         Ok(fds.into_iter().next().ok_or_else(none)?.into())
     }
 
@@ -236,7 +252,8 @@ impl<'a> Sources<'a> {
                 format!(
                     "the daemon sees another file at {} (inode {}, {} bytes): the file was \
                      changed just now, or is on a file system that was mounted after the daemon \
-                     was started",
+                     was started; map it again, or end the daemon with `burgeon shutdown` \
+                     and mount again",
                     path.display(),
                     metadata.ino(),
                     metadata.len()
@@ -283,7 +300,8 @@ fn own_tree(path: &Path, theirs: Option<OwnedFd>) -> Result<File> {
     }
     let message = format!(
         "the daemon sees another directory at {}: it was changed just now, or is on a file \
-         system that was mounted after the daemon was started",
+         system that was mounted after the daemon was started; map it again, or end the \
+         daemon with `burgeon shutdown` and mount again",
         path.display()
     );
     Err(Error::new(ErrorKind::Invalid, message))
@@ -318,7 +336,11 @@ impl Sources<'_> {
         if data.len() == len {
             return Ok(ExtentSource::Image(*digest));
         }
-        let message = format!("the image {digest} has {} bytes of data, not {len}", data.len());
+        let message = format!(
+            "cannot map the image {digest}: it has {} bytes of data, not {len} as the client has \
+             seen: map it again",
+            data.len()
+        );
         Err(Error::new(ErrorKind::Invalid, message))
     }
 }

@@ -128,7 +128,13 @@ pub(super) fn finish(nodes: &[Node], mut placed: Placed, addresses: &[u64]) -> R
 }
 
 fn push(tree: &mut Tree, bytes: &[u8]) -> Result<Span> {
-    tree.push_bytes(bytes).ok_or_else(|| invalid("a name or an attribute is longer than 4 GiB"))
+    tree.push_bytes(bytes).ok_or_else(|| {
+        invalid(format!(
+            "a name, an attribute or a link's target in the source has {} bytes, above the limit \
+             of 4 GiB: shorten it there and build again",
+            bytes.len()
+        ))
+    })
 }
 
 fn body(

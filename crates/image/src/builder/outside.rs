@@ -239,7 +239,12 @@ fn tree(name: &[u8], mut file: Inode, ranges: &DataRanges, addresses: &[u64]) ->
     let (mtime_s, mtime_ns) = (file.mtime_s, file.mtime_ns);
     tree.inodes =
         vec![Inode { mode: S_IFDIR | 0o755, mtime_s, mtime_ns, ..Inode::default() }, file];
-    let name = tree.push_bytes(name).ok_or_else(|| invalid("the file's name is too long"))?;
+    let name = tree.push_bytes(name).ok_or_else(|| {
+        invalid(format!(
+            "the file's name has {} bytes, above the limit of 4 GiB: rename the file",
+            name.len()
+        ))
+    })?;
     tree.dirents = vec![Dirent { parent: 0, inode: 1, name }];
     Ok(tree)
 }
