@@ -267,8 +267,8 @@ pub const BUGS: &[Bug] = &[
         "blocks leave the log that were not written back",
         &[(
             "write_back.rs",
-            "        self.write_versions(log, &versions, pace)?;",
-            "        if !BUG { self.write_versions(log, &versions, pace)?; }",
+            "        self.write_versions(log, &versions, throttle)?;",
+            "        if !BUG { self.write_versions(log, &versions, throttle)?; }",
         )],
     ),
     bug(

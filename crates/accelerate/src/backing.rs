@@ -18,7 +18,7 @@ use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
 use crate::{
     counters::{Count, Counts},
     identity::Identity,
-    pace::Load,
+    throttle::Load,
 };
 
 /// A slow device: its writes are volatile until `sync`.

@@ -23,8 +23,8 @@ use crate::{
     format::DEVICES_MAX,
     keys::Key,
     log::{DirtyVersion, Log, WriteBackScope},
-    pace::{AtOnce, Pace, Waiting},
     store::Store,
+    throttle::{AtOnce, Throttle, Waiting},
     write_back::{TURN, lost},
 };
 
@@ -55,7 +55,7 @@ impl<C: LocalFile> Store<C> {
         log: &Log,
         device: u8,
         (before, blocks): (u64, usize),
-        pace: &dyn Pace,
+        throttle: &dyn Throttle,
     ) -> Result<u64> {
         let (tail, versions, left) = log.oldest_of(device, before, blocks);
         if versions.is_empty() {
@@ -64,7 +64,7 @@ impl<C: LocalFile> Store<C> {
         if let Some((key, _)) = versions.iter().find(|(_, entry)| entry.is_lost()) {
             return Err(lost(self.name_of(*key), *key, "its copy in the log is damaged"));
         }
-        self.write_versions(log, &versions, pace)?;
+        self.write_versions(log, &versions, throttle)?;
         self.settle(&versions)?;
         self.store_tail(device, tail)?;
         log.remove(device, tail);
@@ -107,7 +107,7 @@ impl<C: LocalFile> Store<C> {
         log: &Log,
         absent: u8,
         want: WriteBackScope,
-        pace: &dyn Pace,
+        throttle: &dyn Throttle,
     ) -> Result<()> {
         let before = match want {
             WriteBackScope::Older(before) => log.younger(before),
@@ -116,7 +116,7 @@ impl<C: LocalFile> Store<C> {
         let devices: Vec<u8> =
             (0..DEVICES_MAX as u8).filter(|device| self.attached(*device).is_ok()).collect();
         for device in devices {
-            self.drain_in_turn(log, device, (before, usize::MAX), pace)?;
+            self.drain_in_turn(log, device, (before, usize::MAX), throttle)?;
         }
         match want {
             WriteBackScope::Room if !log.has_room() => {

@@ -11,7 +11,7 @@
 //!   Store (store)          the cache device, shared by up to 16 slow devices
 //!     ├─ Sets (sets, keys) the index: 16-way sets, 4 bytes a block and 4 of check
 //!     ├─ Policy (policy)   what is kept: adaptive, clock, fifo, tinylfu
-//!     ├─ Log (log, record, recover, write_back, drain, pace)   dirty blocks
+//!     ├─ Log (log, record, recover, write_back, drain, throttle)   dirty blocks
 //!     ├─ Locks (locks)     ranges of blocks that one request has to itself
 //!     └─ format            the bytes on the device
 //! ```
@@ -35,7 +35,6 @@ mod locks;
 mod log;
 mod marks;
 mod mode;
-mod pace;
 pub mod policy;
 mod record;
 mod records;
@@ -43,6 +42,7 @@ mod recover;
 pub mod sets;
 mod store;
 mod streams;
+mod throttle;
 mod upkeep;
 mod write_back;
 
@@ -51,6 +51,6 @@ pub use counters::{Cells, Count, Counts};
 pub use device::{Cached, Options};
 pub use dirty_ranges::Dirty;
 pub use mode::Mode;
-pub use pace::{AtOnce, Load, Moment, Pace};
 pub use store::{Distrust, Store, Trust, create, create_with, destroy, dirty_in, read_super};
+pub use throttle::{AtOnce, Load, Moment, Throttle};
 pub use write_back::Limits;

@@ -24,8 +24,8 @@ use crate::{
     keys::Key,
     locks::Span,
     log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
-    pace::{AtOnce, Moment, Pace, Waiting},
     store::Store,
+    throttle::{AtOnce, Moment, Throttle, Waiting},
 };
 
 /// The most blocks of one write to a slow device: 1 MiB.
@@ -154,16 +154,21 @@ impl<C: LocalFile> Store<C> {
 
     /// Writes back what is older or more than `limits` say; `now` is a clock's seconds.
     pub fn write_back_due(&self, limits: Limits, now: u64) -> Result<()> {
-        self.write_back_paced(limits, now, &AtOnce)
+        self.write_back_throttled(limits, now, &AtOnce)
     }
 
-    /// [`Self::write_back_due`] at a pace of the caller's.
-    pub fn write_back_paced(&self, limits: Limits, now: u64, pace: &dyn Pace) -> Result<()> {
+    /// [`Self::write_back_due`] with a throttle of the caller's.
+    pub fn write_back_throttled(
+        &self,
+        limits: Limits,
+        now: u64,
+        throttle: &dyn Throttle,
+    ) -> Result<()> {
         let Some(log) = self.usable_log() else { return Ok(()) };
         log.set_clock(now);
         let too_full = self.dirty().1 >= limits.percent;
         let before = if too_full { u64::MAX } else { now.saturating_sub(limits.seconds) };
-        self.write_back(WriteBackScope::Older(before), pace)
+        self.write_back(WriteBackScope::Older(before), throttle)
     }
 
     /// Writes back every dirty block.
@@ -172,11 +177,11 @@ impl<C: LocalFile> Store<C> {
         self.write_back(WriteBackScope::All, &AtOnce)
     }
 
-    pub(crate) fn write_back(&self, want: WriteBackScope, pace: &dyn Pace) -> Result<()> {
+    pub(crate) fn write_back(&self, want: WriteBackScope, throttle: &dyn Throttle) -> Result<()> {
         let Some(log) = self.usable_log() else { return Ok(()) };
         let _turn = self.locks.lock(TURN);
         if let Some(absent) = self.absent(log) {
-            return self.write_back_around(log, absent, want, pace);
+            return self.write_back_around(log, absent, want, throttle);
         }
         if want != WriteBackScope::Room {
             log.close_before(if let WriteBackScope::Older(before) = want {
@@ -198,7 +203,7 @@ impl<C: LocalFile> Store<C> {
         if let Some((key, _)) = versions.iter().find(|(_, entry)| entry.is_lost()) {
             return Err(lost(self.name_of(*key), *key, "its copy in the log is damaged"));
         }
-        self.write_versions(log, &versions, pace)?;
+        self.write_versions(log, &versions, throttle)?;
         self.settle(&versions)?;
         let stored = self.store_head(|head| head.log.tail = head.log.tail.max(tail));
         stored.or_else(|error| self.give_up(&error).and(Err(error)))?;
@@ -221,7 +226,7 @@ impl<C: LocalFile> Store<C> {
         &self,
         log: &Log,
         versions: &[(Key, DirtyVersion)],
-        pace: &dyn Pace,
+        throttle: &dyn Throttle,
     ) -> Result<()> {
         let mut rest = versions;
         let mut pages = self.pages(RUN_MAX as u64 * BLOCK_SIZE)?;
@@ -234,7 +239,7 @@ impl<C: LocalFile> Store<C> {
             let backing = self.attached(first.device)?;
             let bytes = &mut pages.bytes_mut()[..len * BLOCK];
             let (load, waiting) = (&backing.load, &self.waiting);
-            pace.pause(&Moment { load, bytes: bytes.len() as u64, waiting })?;
+            throttle.pause(&Moment { load, bytes: bytes.len() as u64, waiting })?;
             for ((key, entry), bytes) in run.iter().zip(bytes.chunks_exact_mut(BLOCK)) {
                 if !log.read(&self.file, *key, *entry, bytes)? {
                     backing.counts.add(Count::CorruptBlocks, 1);

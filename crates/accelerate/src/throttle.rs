@@ -1,7 +1,8 @@
-//! The pace at which dirty blocks are written back.
+//! The throttle of write-back.
 //!
-//! A [`Pace`] is asked before each write to a slow device, and may let time pass: the core has no clock. It
-//! holds up neither a writer that waits for room in the log nor a flush, because it is told of them.
+//! A [`Throttle`] is asked before each write to a slow device, and may let time pass: the core has
+//! no clock. It holds up neither a writer that waits for room in the log nor a flush, because it
+//! is told of them.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -51,16 +52,16 @@ pub struct Moment<'a> {
     pub waiting: &'a AtomicU64,
 }
 
-/// A pace.
-pub trait Pace {
+/// Slows write-back down.
+pub trait Throttle {
     /// Called before each write. An error ends the writing back; its blocks stay in the log.
     fn pause(&self, moment: &Moment<'_>) -> Result<()>;
 }
 
-/// Without a pause.
+/// No pause.
 pub struct AtOnce;
 
-impl Pace for AtOnce {
+impl Throttle for AtOnce {
     fn pause(&self, _moment: &Moment<'_>) -> Result<()> {
         Ok(())
     }
