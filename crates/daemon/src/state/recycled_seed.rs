@@ -1,8 +1,8 @@
 //! Recycled seeds: named writes can be mounted again on a full disk, because the space is reserved.
 //!
 //! ```text
-//!   umount:  mounts/<id>/seed ── rename ──► writes/<name>/spare     the seed's copy, megabytes
-//!   mount:   writes/<name>/spare ── rename ──► mounts/<id>/seed     overwritten in place
+//!   umount:  mounts/<id>/seed ── rename ──► writes/<name>/recycled-seed     the copy, megabytes
+//!   mount:   writes/<name>/recycled-seed ── rename ──► mounts/<id>/seed     overwritten in place
 //!
 //!   run/ballast   BALLAST bytes, released while such a mount is made: folders and records
 //! ```
@@ -24,6 +24,12 @@ use crate::state::{
     record::{MountRecord, WritesState},
     space, writes,
 };
+
+/// The file of a recycled seed, beside the record of its writes.
+const FILE: &str = "recycled-seed";
+
+/// Its name in earlier versions.
+const FORMER_FILE: &str = "spare";
 
 /// A mount makes a folder, two records (each twice, for a moment), checksums and perhaps the
 /// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; the double leaves room for
@@ -63,7 +69,11 @@ fn ballast(state: &StateDir) -> std::path::PathBuf {
 
 /// Moves the recycled seed of the writes `name`, if there is one, to the place of a mount's seed.
 pub(crate) fn take(state: &StateDir, name: &str, seed: &std::path::Path) {
-    let _ = fs::rename(writes::folder(state, name).join("spare"), seed);
+    let folder = writes::folder(state, name);
+    // The one with the present name is the later one, so it replaces the other.
+    for file in [FORMER_FILE, FILE] {
+        let _ = fs::rename(folder.join(file), seed);
+    }
 }
 
 /// Keeps the seed of an ended mount as the recycled seed of its writes.
@@ -73,7 +83,7 @@ pub(crate) fn keep(state: &StateDir, record: &MountRecord) {
     let folder = writes::folder(state, name);
     let seed = state.mount(record.attach.id).join("seed");
     if folder.join("record.json").exists() {
-        let _ = fs::rename(seed, folder.join("spare"));
+        let _ = fs::rename(seed, folder.join(FILE));
     }
 }
 
@@ -94,8 +104,26 @@ pub(crate) fn explain(state: &StateDir, error: Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{BALLAST, ballast, refill};
-    use crate::state::paths::StateDir;
+    use super::{BALLAST, FILE, FORMER_FILE, ballast, refill, take};
+    use crate::state::{paths::StateDir, writes};
+
+    #[test]
+    fn a_recycled_seed_of_an_earlier_version_is_taken_and_a_later_one_is_preferred() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(temp.path()).unwrap();
+        let (folder, seed) = (writes::folder(&state, "w"), temp.path().join("seed"));
+        std::fs::create_dir_all(&folder).unwrap();
+        take(&state, "w", &seed);
+        assert!(!seed.exists());
+        for (files, taken) in [(&[FORMER_FILE][..], FORMER_FILE), (&[FORMER_FILE, FILE], FILE)] {
+            for file in files {
+                std::fs::write(folder.join(file), file).unwrap();
+            }
+            take(&state, "w", &seed);
+            assert_eq!(std::fs::read_to_string(&seed).unwrap(), taken);
+            assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "none is left over");
+        }
+    }
 
     #[test]
     fn the_ballast_is_reserved_once() {
