@@ -340,8 +340,8 @@ fn a_repaired_mount_is_served_when_that_is_said() {
 }
 
 #[test]
-fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
-    let space = Space::new("bring-back");
+fn mounting_the_same_again_resumes_what_a_killed_daemon_has_left() {
+    let space = Space::new("resume");
     let Set { burgeon, at, mounted, expected } =
         set_up(&space, 12, &["--writes", "w", "--write-limit", "256M"]);
     fs::write(at.join("kept"), "by the sprout").unwrap();
@@ -349,11 +349,11 @@ fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
     burgeon.kill_daemon();
     drop_caches();
     let path = at.to_str().unwrap();
-    // Something else is refused, and the answer names the command that brings it back.
+    // Something else is refused, and the answer names the command that resumes it.
     burgeon.fails(&["mount", "sample", path], 5, "has lost its daemon; mount the same again");
     burgeon.fails(&["mount", "other", path, "--writes", "w"], 5, "\"w\" is mounted there");
     let said = burgeon.ok(&["mount", "sample", path, "--writes", "w"]);
-    assert!(said.contains("brought back"), "{said}");
+    assert!(said.contains("resumed"), "{said}");
     assert!(fs::read(at.join("data")).unwrap() == expected[..]);
     assert_eq!(burgeon.status()["mounts"][0]["state"], "serving");
     assert_eq!(std::io::read_to_string(open).unwrap(), "by the sprout");
@@ -363,8 +363,8 @@ fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
 
 /// An image is the same by any of its names.
 #[test]
-fn an_image_is_brought_back_by_each_of_its_names() {
-    let space = Space::new("bring-back-names");
+fn an_image_is_resumed_by_each_of_its_names() {
+    let space = Space::new("resume-names");
     let layout = OciLayout::new(&space.path("layout")).unwrap();
     layout.change(|root| fs::write(root.join("text"), "of the image").unwrap()).unwrap();
     let burgeon = Burgeon::new(PROGRAM, &space);
@@ -380,7 +380,7 @@ fn an_image_is_brought_back_by_each_of_its_names() {
         burgeon.kill_daemon();
         burgeon.fails(&["mount", "empty", path, "--read-only"], 5, "has lost its daemon");
         let said = burgeon.ok(&["mount", &other, path, "--read-only"]);
-        assert!(said.contains("brought back"), "{other}: {said}");
+        assert!(said.contains("resumed"), "{other}: {said}");
     }
     drop_caches();
     assert_eq!(fs::read_to_string(at.join("text")).unwrap(), "of the image");

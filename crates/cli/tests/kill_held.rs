@@ -176,7 +176,7 @@ fn any_death_leaves_somebody_who_holds() {
         drop_caches();
         let waiting = reader(&set.at);
         let said = burgeon.run(&["mount", "sample", set.at.to_str().unwrap(), "--read-only"]);
-        assert!(said.code == Some(0) && said.stdout.contains("brought back"), "{said:?}");
+        assert!(said.code == Some(0) && said.stdout.contains("resumed"), "{said:?}");
         assert!(waiting.result().is_ok_and(|bytes| bytes == set.expected), "{round}");
         read(round);
     }

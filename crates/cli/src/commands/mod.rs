@@ -1,7 +1,6 @@
 //! One module for each verb or family of verbs.
 
 pub(crate) mod accelerate;
-pub(crate) mod bring_back;
 mod built;
 mod bundle;
 pub(crate) mod cache;
@@ -36,6 +35,7 @@ mod push;
 pub(crate) mod reading;
 mod record;
 mod report;
+pub(crate) mod resume;
 mod room;
 mod run;
 mod shutdown;

@@ -26,8 +26,8 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, bring_back::bring_back, far, images, let_go, mistakes, mount_defaults,
-    mount_point::Opened, named, need_mount_privilege, oci_image, persist, taken,
+    Context, far, images, let_go, mistakes, mount_defaults, mount_point::Opened, named,
+    need_mount_privilege, oci_image, persist, resume::resume, taken,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull, transport::Transport};
 
@@ -68,15 +68,15 @@ pub(super) fn mount(context: &Context, mut args: args::Mount) -> Result<ExitCode
 fn make(context: &Context, args: args::Mount) -> Result<serde_json::Value> {
     let begun = Instant::now();
     let wanted = args.attributes.request()?;
-    if let Some((status, target)) = bring_back(context, &args)? {
+    if let Some((status, target)) = resume(context, &args)? {
         let ms = begun.elapsed().as_millis() as u64;
         if !context.json {
             let (shown, transport) = (target.display(), &status.transport);
             println!(
-                "brought back {shown} in {ms} ms: it was in place, and is served again over {transport}"
+                "resumed {shown} in {ms} ms: it was in place, and is served again over {transport}"
             );
         }
-        return Ok(json!({ "mount": status, "target": target, "ms": ms, "brought_back": true }));
+        return Ok(json!({ "mount": status, "target": target, "ms": ms, "resumed": true }));
     }
     let is_let_go = args.let_go;
     let (mounted, target) = place(context, args)?;

@@ -22,7 +22,7 @@ use burgeon_daemon::{Client, StateDir};
 use burgeon_source::{Form, Location};
 use clap::ValueEnum;
 
-use super::{Context, bring_back::already, mount_point::Opened, named};
+use super::{Context, mount_point::Opened, named, resume::already};
 use crate::{args, exit::Busy};
 
 const FOLDER: &str = "/etc/systemd/system";

@@ -34,11 +34,10 @@ use self::options::Options;
 use crate::{
     args::{Args, Command},
     commands::{
-        Context,
-        bring_back::{already, bring_back},
-        mount, mount_defaults,
+        Context, mount, mount_defaults,
         mount_point::Opened,
         need_mount_privilege,
+        resume::{already, resume},
     },
     config::Config,
     exit::{NotPermitted, Usage},
@@ -178,7 +177,7 @@ fn call(line: Line) -> Result<()> {
     let opened = Opened::new(&mount.path, namespace)?;
     if already(&context, &mount, &opened)?.is_some() {
         if !line.fake && !is_elsewhere && Client::connect(&context.state)?.is_none() {
-            bring_back(&context, &mount)?;
+            resume(&context, &mount)?;
         }
         say(line.verbose, || format!("{} is mounted already", mount.path.display()));
         return Ok(());

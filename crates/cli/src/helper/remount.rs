@@ -14,7 +14,7 @@ use rustix::{
 use super::{Options, say};
 use crate::{
     args,
-    commands::{Context, bring_back::already, mount_point::Opened},
+    commands::{Context, mount_point::Opened, resume::already},
     exit::Busy,
 };
 

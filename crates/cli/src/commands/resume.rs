@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Serves the requested mount again, if it is in place and has lost its daemon; `None` if there is
 /// no such mount and a new one must be made.
-pub(crate) fn bring_back(
+pub(crate) fn resume(
     context: &Context,
     args: &args::Mount,
 ) -> Result<Option<(MountStatus, PathBuf)>> {
@@ -45,7 +45,7 @@ pub(crate) fn bring_back(
     if !is_same(context, args, &lost) {
         return Err(Busy(format!(
             "cannot mount at {shown}: {} is mounted there, and has lost its daemon; mount the same \
-             again, or use `burgeon doctor --repair`, to bring it back, or unmount it",
+             again, or use `burgeon doctor --repair`, to resume it, or unmount it",
             describe(&lost)
         ))
         .into());
@@ -65,7 +65,7 @@ pub(crate) fn bring_back(
             _ => {
                 let why = problem.map(|problem| format!(": {problem}")).unwrap_or_default();
                 let message = format!(
-                    "the mount at {shown} cannot be brought back{why}: `burgeon doctor` says \
+                    "the mount at {shown} cannot be resumed{why}: `burgeon doctor` says \
                      more; local data can be read until it is unmounted"
                 );
                 return Err(Error::new(ErrorKind::Unavailable, message).into());
