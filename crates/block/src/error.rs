@@ -17,7 +17,7 @@ pub enum ErrorKind {
     UnsupportedFormat,
     /// A local file failed: no further write to it is safe. `EIO`.
     LocalIo,
-    /// The address was never mapped: only a stray read reaches it. `EIO`.
+    /// The address was never mapped: only a read outside the data reaches it. `EIO`.
     Unmapped,
     /// The mount has fetched as much as it may: raise its limit. `EIO`.
     OverLimit,
