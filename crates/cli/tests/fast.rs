@@ -128,7 +128,7 @@ fn a_fast_mount_comes_back_after_its_server_its_supervisor_and_both() {
 }
 
 #[test]
-fn a_fast_mount_is_an_ordinary_one_where_the_kernel_does_not_allow_it() {
+fn a_fast_mount_falls_back_where_the_kernel_does_not_allow_it() {
     let space = Space::new("fast-fallback");
     let _switch = FuseRings::set(false);
     falls_back(&space);
@@ -141,7 +141,7 @@ fn falls_back(space: &Space) {
     assert!(set.burgeon.ok(&["doctor"]).contains("not for `burgeon mount --fast`"));
     assert_eq!(set.burgeon.status()["mounts"][0]["transport"], "FUSE file + loop");
     assert!(read_direct(&set.at).unwrap() == set.expected);
-    // And it has what ordinary mounts have: no error when its server dies.
+    // And it has what mounts without --fast have: no error when its server dies.
     let server = pid(&set.burgeon, "server_pid");
     kill(server);
     assert!(read_direct(&set.at).unwrap() == set.expected);

@@ -86,7 +86,7 @@ fn push_forged(space: &Space, host: &str, tree: &Path, name: &str, at: &str) {
 
 /// An OCI image in a folder: its source, and its digest.
 fn oci_image(space: &Space) -> (String, String) {
-    let layout = OciLayout::new(&space.path("ordinary")).unwrap();
+    let layout = OciLayout::new(&space.path("oci-image")).unwrap();
     let fill = |root: &Path| fs::write(root.join("data"), Rng::new(7).bytes(100_000)).unwrap();
     layout.change(fill).unwrap();
     let index = fs::read(layout.folder().join("index.json")).unwrap();
@@ -240,12 +240,12 @@ fn images_are_spoken_of_by_what_was_typed() {
         burgeon.ok(&["verify", app]);
     }
     let hex = digest.strip_prefix("sha256:").unwrap();
-    for name in [&typed, "ordinary:latest", &digest, &digest[..16], &hex[..12]] {
+    for name in [&typed, "oci-image:latest", &digest, &digest[..16], &hex[..12]] {
         assert_eq!(said(&burgeon, &["inspect", name])["image"]["name"], digest, "{name}");
     }
     let mounted = burgeon.mount(&hex[..12], &at, &["--read-only"]);
     burgeon.umount(mounted);
-    burgeon.fails(&["inspect", "ordinary:1"], 3, "there is no image");
+    burgeon.fails(&["inspect", "oci-image:1"], 3, "there is no image");
     burgeon.fails(&["inspect", &manifest[..3]], 3, "there is no image");
     // A name removed by one reference stays by another.
     let other = format!("{source}@{digest}");
@@ -254,7 +254,7 @@ fn images_are_spoken_of_by_what_was_typed() {
     burgeon.fails(&["rm", &hex[..12]], 1, &other);
     burgeon.ok(&["rm", &other]);
     assert!(burgeon.ok(&["list"]).contains(&typed));
-    burgeon.ok(&["rm", "ordinary:latest"]);
+    burgeon.ok(&["rm", "oci-image:latest"]);
     burgeon.ok(&["rm", &manifest[..12]]);
     assert!(burgeon.ok(&["list"]).contains("no images"), "{}", burgeon.ok(&["list"]));
     burgeon.ok(&["gc"]);

@@ -1,5 +1,5 @@
 //! The same device served over io_uring, where the kernel has that; where not, `with_rings` makes
-//! an ordinary connection, and the same reads come out right. Needs root.
+//! a connection without rings, and the same reads come out right. Needs root.
 
 #![allow(clippy::unwrap_used)]
 
@@ -106,7 +106,7 @@ fn a_loop_over_rings_reads_right_and_leaves_nothing() {
 }
 
 #[test]
-fn a_connection_is_an_ordinary_one_if_rings_are_not_allowed() {
+fn a_connection_has_no_rings_if_they_are_not_allowed() {
     a_loop_reads_right_and_leaves_nothing(false);
 }
 

@@ -284,7 +284,7 @@ mod tests {
     use super::{is_seed, loop_below, loop_on, reaches, refuse_burgeon};
 
     #[test]
-    fn an_ordinary_folder_is_fine_and_a_missing_one_is_named() {
+    fn a_folder_of_the_host_is_fine_and_a_missing_one_is_named() {
         let temp = tempfile::tempdir().unwrap();
         refuse_burgeon(temp.path(), "the state directory").unwrap();
         let error = refuse_burgeon(Path::new("/nowhere/at/all"), "the store").unwrap_err();

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! Requests that rings do not carry (FORGET, INTERRUPT), and all requests before the last ring is
-//! registered, come over `/dev/fuse` to an ordinary reader thread.
+//! registered, come over `/dev/fuse` to a reader thread.
 //!
 //! No request survives the process: the kernel keeps the requests of a killed server's rings, but
 //! hands them to no other server, so their readers get EIO when the connection is aborted.

@@ -1,4 +1,4 @@
-//! The same file in an ordinary btrfs, reached in the ways that others offer.
+//! The same file in a btrfs without seed, reached in the ways that others offer.
 //!
 //! ```text
 //!   loop   btrfs on a loop device, direct I/O, on a file in memory        (no server at all)
