@@ -5,6 +5,7 @@
 //!   crates/*/src   ──► names of objects    their kind is read in block/src/object.rs only
 //!                  ──► names of images     reserved ones are read in catalog/reserved.rs only
 //!   every text     ──► words               no path of somebody's machine
+//!   *.rs *.md *.toml ► terms               those that everybody knows
 //! ```
 //!
 //! Invariant: each rule has a test below that shows it failing.
@@ -22,6 +23,31 @@ const BANNED_IN_SOURCE: &[&str] = &[
     concat!("dbg", "!("),
     concat!("FIX", "ME"),
 ];
+
+/// Terms of our own that were replaced, and the usual ones. Split so that this file passes its own
+/// check. A term is also found in a name: its words are those between `_`, or begin with a capital
+/// letter.
+const REPLACED_TERMS: &[(&str, &str)] = &[
+    (concat!("pa", "ce"), "throttle, or request window"),
+    (concat!("spa", "re seed"), "recycled seed"),
+    (concat!("bro", "ught back"), "resumed"),
+    (concat!("bri", "ng back"), "resume"),
+    (concat!("bri", "ngs back"), "resumes"),
+    (concat!("str", "ay"), "leftover"),
+    (concat!("str", "ays"), "leftovers"),
+    (concat!("ordi", "nary"), "OCI image, or the thing that is absent"),
+    (concat!("un", "summed"), "without checksums"),
+    (concat!("kee", "per"), "server monitor"),
+    (concat!("rev", "ive"), "reconnect"),
+    (concat!("ob", "ey"), "handle"),
+    (concat!("he", "ed"), "handle"),
+    (concat!("se", "at"), "permit"),
+    (concat!("she", "lf"), "referrers"),
+    (concat!("sabo", "tage"), "fault injection"),
+];
+
+/// A text about the past, which may use any term.
+const HISTORY: &str = "CHANGELOG.md";
 
 /// Code that reads or writes the kind of an object in its name; a folder follows each text. The
 /// kind decides which objects an image may refer to, so it is parsed in one place:
@@ -86,7 +112,46 @@ pub(super) fn problems(name: &Path, text: &str) -> Vec<String> {
         }
     }
     problems.extend(names_by_hand(name, text));
+    problems.extend(replaced_terms(name, text));
     problems
+}
+
+/// Lines with a term that was replaced.
+fn replaced_terms(name: &Path, text: &str) -> Vec<String> {
+    let is_prose = name.extension().is_some_and(|e| e == "rs" || e == "md" || e == "toml");
+    if !is_prose || name == Path::new(HISTORY) {
+        return Vec::new();
+    }
+    let mut problems = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let words = words(line);
+        for (term, usual) in REPLACED_TERMS {
+            let term: Vec<&str> = term.split(' ').collect();
+            if words.windows(term.len()).any(|words| words == term) {
+                let (at, term) = (index + 1, term.join(" "));
+                problems.push(format!("{}:{at}: say {usual}, not {term:?}", name.display()));
+            }
+        }
+    }
+    problems
+}
+
+/// The words of `line` in small letters, with those that names are made of.
+fn words(line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    for name in line.split(|letter: char| !letter.is_alphabetic()) {
+        let mut word = String::new();
+        for letter in name.chars() {
+            if letter.is_uppercase() && word.ends_with(char::is_lowercase) {
+                words.push(std::mem::take(&mut word).to_lowercase());
+            }
+            word.push(letter);
+        }
+        if !word.is_empty() {
+            words.push(word.to_lowercase());
+        }
+    }
+    words
 }
 
 /// Lines of a crate that tell the kind of an object by its name, or read the reserved name of an
@@ -133,6 +198,25 @@ mod tests {
         assert_eq!(problems(source, concat!("to", "do!()")).len(), 1);
         assert_eq!(problems(source, concat!("#[ig", "nore = \"slow\"]")).len(), 1);
         assert_eq!(problems(Path::new("a.md"), concat!("see /wo", "rk/x")).len(), 1);
+    }
+
+    #[test]
+    fn a_term_of_our_own_is_found_in_text_and_in_names() {
+        let found = |name: &str, line: &str| problems(Path::new(name), line).len();
+        let term = concat!("pa", "ce");
+        for line in [
+            format!("the {term}, which"),
+            format!("fn {term}_of()"),
+            format!("struct Slow{}{}", &term[..1].to_uppercase(), &term[1..]),
+            format!("{} of a write", term.to_uppercase()),
+            concat!("it is bro", "ught  back").to_owned(),
+            concat!("fn bri", "ng_back()").to_owned(),
+        ] {
+            assert_eq!(found("a.rs", &line), 1, "{line}");
+            assert_eq!(found("docs/a.md", &line), 1, "{line}");
+            assert_eq!((found("CHANGELOG.md", &line), found("a.sh", &line)), (0, 0), "{line}");
+        }
+        assert_eq!(found("a.rs", &format!("name{term}, {term}r, s{term}: bring it back")), 0);
     }
 
     #[test]
