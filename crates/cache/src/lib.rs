@@ -39,6 +39,7 @@ mod shared;
 mod slots;
 mod store;
 mod sync;
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod upkeep;
 

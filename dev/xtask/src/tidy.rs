@@ -38,6 +38,9 @@ const BANNED_CRATES: &[&str] = &[
     "ocipkg",
 ];
 
+/// The feature of what a crate offers to tests, its own and those of others.
+const FOR_TESTS: &str = "testing";
+
 /// The picture of docs/architecture.md: each crate and its allowed dependencies.
 const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-block", &[]),
@@ -242,6 +245,15 @@ fn crate_arrows(metadata: &Value, allowed: &[(&str, &[&str])]) -> Result<Vec<Str
             let for_tests = dependency["kind"].as_str() == Some("dev");
             let fine = targets.contains(&target)
                 || for_tests && allowed.contains_key(target) && !reaches(&allowed, target, name);
+            let has = |feature: &str| {
+                let features = dependency["features"].as_array();
+                features.into_iter().flatten().any(|it| it.as_str() == Some(feature))
+            };
+            if has(FOR_TESTS) && !for_tests {
+                problems.push(format!(
+                    "crate {name} has {target} with the feature {FOR_TESTS:?}: only its tests may"
+                ));
+            }
             if members.contains(target) && !fine {
                 problems.push(format!(
                     "crate {name} depends on {target}: no such arrow in docs/architecture.md"
@@ -426,6 +438,17 @@ mod tests {
         assert!(!found("burgeon-volume", "burgeon-btrfs", Some("dev")));
         assert!(found("burgeon-volume", "burgeon-btrfs", None));
         assert!(found("newcomer", "burgeon-block", None));
+    }
+
+    #[test]
+    fn what_is_for_tests_in_the_product_is_found() {
+        let mut workspace = workspace("burgeon-volume", "burgeon-cache", None);
+        assert_eq!(crate_arrows(&workspace, ARROWS).unwrap().len(), 0);
+        let dependency = &mut workspace["packages"][0]["dependencies"][0];
+        dependency["features"] = json!(["testing"]);
+        assert_eq!(crate_arrows(&workspace, ARROWS).unwrap().len(), 1);
+        workspace["packages"][0]["dependencies"][0]["kind"] = json!("dev");
+        assert_eq!(crate_arrows(&workspace, ARROWS).unwrap().len(), 0);
     }
 
     #[test]
