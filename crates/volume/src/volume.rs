@@ -12,26 +12,19 @@
 //! other bytes) and `background/` (fetches that no reader asked for). Invariant: residency is
 //! asked once outside the single-flight table's lock, by `try_read`, and once inside it.
 
-use std::{
-    collections::VecDeque,
-    os::fd::BorrowedFd,
-    sync::{Arc, OnceLock},
-};
+use std::{collections::VecDeque, os::fd::BorrowedFd, sync::Arc};
 
 use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, FileRange, LocalFile,
     Now, ObjectId, ObjectKind, Result, Verdict,
 };
-use burgeon_cache::{Domain, Here, Why};
+use burgeon_cache::{Domain, Here};
 use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
 use crate::{
     CacheAccess, CacheState, Limits, PrefetchedBytes,
-    background::{
-        ReadAhead, Readers,
-        prefetched::{Prefetched, Purpose},
-    },
+    background::{BackgroundWork, prefetched::Purpose},
     fetch::{FetchEngine, Joined, in_flight::Waiter},
     pool::Pool,
     residency::Residency,
@@ -56,12 +49,7 @@ pub struct Volume<S, F> {
     pub(crate) limits: Limits,
     pub(crate) cpu: Pool,
     pub(crate) writers: Pool,
-    pub(crate) readers: Readers,
-    pub(crate) fill_turn: tokio::sync::Mutex<()>,
-    /// Made with the first profile prefetch, and with the first read-ahead.
-    profile_prefetched: OnceLock<Prefetched>,
-    read_ahead: OnceLock<Prefetched>,
-    pub(crate) ahead: ReadAhead,
+    pub(crate) background_work: BackgroundWork,
     pub(crate) uncached_chunks: Counter,
     /// By object: read straight through, never cached.
     through: Box<[bool]>,
@@ -139,11 +127,7 @@ where
             through,
             cpu: Pool::new(limits.cpu_threads),
             writers: Pool::new(limits.write_threads),
-            readers: Readers::default(),
-            fill_turn: tokio::sync::Mutex::default(),
-            profile_prefetched: OnceLock::new(),
-            read_ahead: OnceLock::new(),
-            ahead: ReadAhead::default(),
+            background_work: BackgroundWork::new(data),
             uncached_chunks: Counter::default(),
             map,
             source,
@@ -179,6 +163,7 @@ where
 
     /// The volume's health.
     pub fn status(&self) -> Status {
+        let prefetched_bytes = |purpose| self.background_work.prefetched_bytes(purpose);
         Status {
             materialised_bytes: self.materialised_bytes(),
             cache: match self.checksums.state() {
@@ -187,10 +172,10 @@ where
             },
             uncached_chunks: self.uncached_chunks.get(),
             in_flight: self.engine.in_flight(),
-            waiting_readers: self.readers.waiting(),
+            waiting_readers: self.background_work.waiting_readers(),
             last_source_error: self.engine.outage.last(),
             is_map_damaged: self.engine.outage.is_map_damaged(),
-            read_ahead: self.read_ahead_bytes(),
+            read_ahead: prefetched_bytes(Purpose::ReadAhead).unwrap_or_default(),
         }
     }
 
@@ -241,7 +226,7 @@ where
             }
             at = piece.end();
         }
-        self.was_read(range);
+        self.background_work.was_read(range);
         Ok(Now::Served)
     }
 
@@ -274,7 +259,7 @@ where
     /// allocation, no wait.
     pub fn verify(&self, range: ByteRange, bytes: &[u8]) -> Verdict {
         if self.check(range, bytes).is_ok() && self.is_good(range, bytes) {
-            self.was_read(range);
+            self.background_work.was_read(range);
             return Verdict::Good;
         }
         let last = range.end().checked_sub(BLOCK_SIZE).and_then(|last| self.map.chunk_at(last));
@@ -310,58 +295,15 @@ where
         told: &Told,
     ) -> Result<()> {
         self.check(range, buf)?;
-        let _waiting = self.readers.arrive();
+        let _waiting = self.background_work.reader_waits();
         self.read_pieces(range, buf, counters, told).await?;
-        self.was_read(range);
+        self.background_work.was_read(range);
         Ok(())
-    }
-
-    fn was_read(&self, range: ByteRange) {
-        for prefetched in [&self.profile_prefetched, &self.read_ahead] {
-            if let Some(prefetched) = prefetched.get() {
-                prefetched.read(range);
-            }
-        }
-    }
-
-    pub(crate) fn prefetched(&self, purpose: Purpose) -> &Prefetched {
-        let prefetched = match purpose {
-            Purpose::Profile => &self.profile_prefetched,
-            Purpose::ReadAhead => &self.read_ahead,
-        };
-        prefetched.get_or_init(|| Prefetched::new(self.map.data_range()))
     }
 
     /// Bytes that profiles have prefetched, if there was one since the volume was opened.
     pub fn profile_prefetched(&self) -> Option<PrefetchedBytes> {
-        self.profile_prefetched.get().map(Prefetched::bytes)
-    }
-
-    /// Bytes that were read ahead since the volume was opened.
-    pub(crate) fn read_ahead_bytes(&self) -> PrefetchedBytes {
-        self.read_ahead.get().map(Prefetched::bytes).unwrap_or_default()
-    }
-
-    /// Starts to fetch the chunks of `range` that are neither resident nor in flight, as far as
-    /// there are permits for background work, and returns how many it started. A hint: the rest
-    /// is dropped.
-    pub fn prefetch(self: &Arc<Self>, range: ByteRange) -> usize {
-        let mut started = 0;
-        let mut next = range.start();
-        while next < range.end() {
-            let Some(index) = self.map.chunk_at(next) else { break };
-            let chunk = self.map.chunk(index).range;
-            next = chunk.end();
-            if self.is_through(index) || self.residency.has(index) {
-                continue;
-            }
-            let Some(permits) = self.engine.try_background_permits(None) else { break };
-            if let Some(begun) = self.begin_new(index, permits) {
-                self.start(index, begun, Why::Prefetch);
-                started += 1;
-            }
-        }
-        started
+        self.background_work.prefetched_bytes(Purpose::Profile)
     }
 
     fn check(&self, range: ByteRange, buf: &[u8]) -> Result<()> {

@@ -15,7 +15,7 @@ use burgeon_cache::{Hold, Why};
 use tokio::{
     sync::watch,
     task::{JoinHandle, JoinSet},
-    time::{Instant, sleep, timeout_at},
+    time::sleep,
 };
 
 use crate::{
@@ -203,19 +203,6 @@ where
         }
     }
 
-    /// Waits until no reader waits, for `limits.fill_yield` at most.
-    async fn stand_back(&self) {
-        // One after another, so that one chunk is fetched for each time that this takes too long.
-        let _turn = self.fill_turn.lock().await;
-        let until = Instant::now() + self.limits.fill_yield;
-        loop {
-            let gone = self.readers.none_waits.notified();
-            if self.readers.waiting() == 0 || timeout_at(until, gone).await.is_err() {
-                return;
-            }
-        }
-    }
-
     /// Makes one chunk resident. While the source is unavailable it waits and tries again, and
     /// holds no permit meanwhile.
     async fn fill_chunk(
@@ -234,7 +221,7 @@ where
                 return (index, Filled::Refused);
             }
             let permit = self.engine.background_permits.take().await;
-            self.stand_back().await;
+            self.background_work.stand_back(self.limits.fill_yield).await;
             // Fetches that ended meanwhile were charged before they gave their permits back.
             if !may_fetch() {
                 continue;

@@ -3,93 +3,37 @@
 //! ```text
 //!   reader ─────────────────────────────► its own permits: background work never takes them
 //!   profile.rs      a profile, in order ──► runs ──┐ half as much in flight while readers fetch
-//!   read_ahead.rs   behind a reader ──────► runs ──┼─► background permits
+//!   read_ahead.rs   behind a reader ──────► runs ──┤
+//!   on_request.rs   a range, once ────────► chunks ┼─► background permits
 //!   fill.rs         everything ───────────► chunks ┘ begins nothing while readers wait, for 1 s
+//!
+//!   volume, fetch/ ──► work.rs   a reader waits, a chunk is fetched for it; a range was read, or
+//!                                prefetched: all that background work is told
+//!   background work ──► volume   is the chunk resident, may it be kept; join or start its fetch
 //! ```
 //!
-//! Invariants: background work takes background permits, which leave some for readers, and
-//! read-ahead waits for none (`tests/profile.rs`, `tests/fill.rs`, `tests/read_ahead.rs`). All of
-//! it is a hint: a fetch that fails here is left to the readers.
+//! Invariants:
+//! - Background work takes background permits, which leave some for readers; read-ahead and
+//!   requests wait for none (`tests/profile.rs`, `tests/fill.rs`, `tests/read_ahead.rs`).
+//! - It is a hint: a fetch that fails here is left to the readers, and no read fails or waits
+//!   because of it, except for a chunk that both want.
+//! - A mount's fetch limit holds for all that is fetched for the mount (`tests/fill.rs`).
+//! - Dropping a handle ([`Fill`], [`ProfilePrefetch`]) begins no fetch any more; those in flight
+//!   end.
+//! - What it is told costs a hit no lock and no allocation (`tests/no_allocation.rs`).
 
 mod block_bits;
 mod fill;
+mod on_request;
 pub(crate) mod prefetched;
 mod profile;
 mod read_ahead;
 mod request_window;
+mod work;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-
-use tokio::sync::Notify;
-
+pub(crate) use self::work::BackgroundWork;
 pub use self::{
     fill::{Fill, FillProgress, FillState},
     prefetched::PrefetchedBytes,
     profile::{ProfilePrefetch, ProfileProgress, ProfileState},
 };
-
-/// The switch of read-ahead.
-#[derive(Default)]
-pub(crate) struct ReadAhead {
-    stopped: AtomicBool,
-}
-
-impl ReadAhead {
-    fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed)
-    }
-}
-
-/// Reads that wait now, and fetches for them: background work stands back for both.
-#[derive(Default)]
-pub(crate) struct Readers {
-    waiting: AtomicUsize,
-    fetching: AtomicUsize,
-    none_waits: Notify,
-}
-
-impl Readers {
-    /// A read waits until the guard is dropped.
-    pub(crate) fn arrive(&self) -> Waiting<'_> {
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        Waiting(self)
-    }
-
-    pub(crate) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Relaxed)
-    }
-
-    /// A chunk is fetched for a reader until the guard is dropped.
-    pub(crate) fn fetch(&self) -> Fetching<'_> {
-        self.fetching.fetch_add(1, Ordering::Relaxed);
-        Fetching(self)
-    }
-
-    fn fetching(&self) -> usize {
-        self.fetching.load(Ordering::Relaxed)
-    }
-}
-
-/// One fetch for a reader.
-pub(crate) struct Fetching<'a>(&'a Readers);
-
-impl Drop for Fetching<'_> {
-    fn drop(&mut self) {
-        self.0.fetching.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// One waiting read; dropped also when the read is cancelled.
-pub(crate) struct Waiting<'a>(&'a Readers);
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        if self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.0.none_waits.notify_waiters();
-        }
-    }
-}

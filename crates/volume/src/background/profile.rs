@@ -121,7 +121,7 @@ where
         ranges: impl Iterator<Item = ByteRange>,
         budget: Option<Arc<Budget>>,
     ) -> ProfilePrefetch {
-        self.prefetched(Purpose::Profile);
+        self.background_work.prefetched(Purpose::Profile);
         let mut remaining = Remaining { order: VecDeque::new(), left: HashSet::new() };
         let mut total_bytes = 0;
         for range in ranges.filter_map(|range| range.intersect(self.map.data_range())) {
@@ -186,7 +186,7 @@ where
             if remaining.order.is_empty() && requests == 0 {
                 break;
             }
-            let share = if self.readers.fetching() > 0 { 2 } else { 1 };
+            let share = if self.background_work.is_fetching_for_readers() { 2 } else { 1 };
             let full =
                 remaining.order.is_empty() || (requests > 0 && to_fetch >= window.bytes() / share);
             let answered = if full { answers.recv().await } else { answers.try_recv().ok() };

@@ -53,15 +53,16 @@ where
 {
     /// Ends read-ahead, for mounts that have a fetch limit.
     pub fn stop_reading_ahead(&self) {
-        self.ahead.stop();
+        self.background_work.stop_reading_ahead();
     }
 
     /// A reader is about to fetch the chunk `index`: begins to fetch those behind it.
     pub(crate) fn read_ahead(self: &Arc<Self>, index: u32) {
-        if self.ahead.is_stopped() {
+        if !self.background_work.reads_ahead() {
             return;
         }
-        let len_max = window(&self.engine.path.now(), self.read_ahead_bytes());
+        let so_far = self.background_work.prefetched_bytes(Purpose::ReadAhead);
+        let len_max = window(&self.engine.path.now(), so_far.unwrap_or_default());
         let mut run = Vec::new();
         let mut last = self.map.chunk(index);
         let start = last.stored.end();

@@ -82,7 +82,8 @@ where
     pub(crate) async fn fetch_task(self: Arc<Self>, index: u32, begun: Begun, why: Why) {
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost::default();
-        let of_a_reader = (!permits.is_background()).then(|| self.readers.fetch());
+        let of_a_reader =
+            (!permits.is_background()).then(|| self.background_work.fetches_for_reader());
         if of_a_reader.is_some() {
             self.read_ahead(index);
         }

@@ -111,7 +111,7 @@ where
             }
         };
         if result.is_ok() {
-            self.prefetched(purpose).note(self.map.chunk(index).range);
+            self.background_work.was_prefetched(self.map.chunk(index).range, purpose);
         }
         self.finish(index, in_flight, permits, (result, Why::Prefetch), cost).await;
         drop(turn);
