@@ -295,3 +295,6 @@ impl Supervisor {
         std::process::exit(0);
     }
 }
+
+#[cfg(test)]
+mod tests;

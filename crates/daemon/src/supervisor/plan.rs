@@ -380,3 +380,6 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
 fn image_of(name: &str) -> &str {
     ReservedName::oci(name).map_or(name, |name| name.digest)
 }
+
+#[cfg(test)]
+mod tests;

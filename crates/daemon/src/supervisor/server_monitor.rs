@@ -69,11 +69,11 @@ pub(super) fn pause_after(life: Duration, last: Duration) -> Duration {
 }
 
 /// A running server: a child, or an adopted orphan.
-struct Running {
-    stream: UnixStream,
-    child: Option<Child>,
-    pid: Option<u32>,
-    understands: Understands,
+pub(super) struct Running {
+    pub(super) stream: UnixStream,
+    pub(super) child: Option<Child>,
+    pub(super) pid: Option<u32>,
+    pub(super) understands: Understands,
 }
 
 impl Supervisor {
@@ -120,7 +120,7 @@ impl Supervisor {
     }
 
     /// Sends the server every mount, then handles its messages until it dies.
-    fn listen(self: &Arc<Self>, running: Running) {
+    pub(super) fn listen(self: &Arc<Self>, running: Running) {
         let Running { stream, child, pid, understands } = running;
         match stream.try_clone() {
             Ok(link) => {

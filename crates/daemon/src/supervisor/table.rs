@@ -449,4 +449,4 @@ impl Table {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
