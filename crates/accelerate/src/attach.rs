@@ -134,7 +134,11 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
                     && matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Corrupt) =>
             {
                 let lost = store.drop_dirty(number)?;
-                tracing::warn!("{lost} dirty bytes of another device {name} are given up");
+                tracing::warn!(
+                    device = name,
+                    bytes = lost,
+                    "another device has its name: its dirty bytes are given up"
+                );
                 if size == former {
                     return Ok(store.record(&name));
                 }
@@ -182,7 +186,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         // power failure must not leave them in the cache alone.
         let blocks = record.bitmap_blocks.get();
         let synced = slow.sync().inspect_err(|error| {
-            tracing::warn!("the whole of {} counts as written: {error}", record.name());
+            let device = record.name();
+            tracing::warn!(device, %error, "cannot flush it: all of its regions count as written");
         });
         let regions = record.size.get().div_ceil(REGION) as u32;
         let marks = match synced {

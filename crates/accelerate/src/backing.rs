@@ -108,7 +108,7 @@ impl Backing {
     /// A flush failed.
     pub(crate) fn note_lost(&self, error: &Error) {
         self.counts.note_lost();
-        tracing::error!("a flush of {} failed: {error}", self.name);
+        tracing::error!(device = %self.name, %error, "a flush failed: nothing is written any more");
     }
 
     /// Makes every change durable that returned before.

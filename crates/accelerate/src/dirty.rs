@@ -65,7 +65,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             Ok(()) => Ok(true),
             Err(error) if self.meets_dirty(at, bytes.len() as u64) => Err(error),
             Err(error) => {
-                tracing::warn!("a write of {} goes round the log: {error}", self.name());
+                let (device, end) = (self.name(), at + bytes.len() as u64);
+                tracing::warn!(device, range = %format_args!("{at}..{end}"), %error, "a write goes round the log");
                 Ok(false)
             }
         }

@@ -113,7 +113,9 @@ impl Marks {
             match read(block, &mut stored) {
                 Ok(()) => decode_bits(&stored, first_block + block, id, bits),
                 Err(error) => {
-                    tracing::warn!("a block of a bitmap counts as full: {error}");
+                    let first = block * REGIONS_A_BLOCK;
+                    let last = regions.min(first + REGIONS_A_BLOCK).saturating_sub(1);
+                    tracing::warn!(region = first, last, %error, "these regions count as written");
                     bits.fill(0xff);
                 }
             }
@@ -277,7 +279,10 @@ mod tests {
     #[test]
     fn all_regions_of_a_block_that_cannot_be_read_are_marked() {
         let read = |_, _: &mut _| Err(Error::new(ErrorKind::LocalIo, "broken"));
+        let events = testkit::Events::gather();
         let marks = Marks::load([7; 16], 0, 1, 20, read);
+        let said = events.take().join("\n");
+        assert!(said.starts_with("WARN ") && said.contains("region=0 last=19"), "{said}");
         assert!((0..20).all(|region| marks.is_marked(region)));
         assert_eq!(marks.count(), 20);
     }

@@ -291,6 +291,11 @@ impl<C: LocalFile> Store<C> {
         self.head.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The cache's identity, for the log.
+    fn shown_id(&self) -> String {
+        format!("{:032x}", u128::from_be_bytes(self.id()))
+    }
+
     /// True once the cache device has failed: requests go round it.
     pub fn has_failed(&self) -> bool {
         *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Failed
@@ -305,7 +310,8 @@ impl<C: LocalFile> Store<C> {
         // fails once.
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         if *health == Health::Good {
-            tracing::error!("the cache device failed, requests go round it: {error}");
+            let cache = self.shown_id();
+            tracing::error!(cache, %error, "the cache device failed: requests go round it");
             (self.distrust)(&dirty)?;
             *health = Health::Failed;
         }
@@ -317,11 +323,12 @@ impl<C: LocalFile> Store<C> {
         counts.add(Count::CacheErrors, 1);
         if self.errors.fetch_add(1, SeqCst) + 1 == ERRORS_MAX {
             if let Err(error) = self.give_up(error) {
-                tracing::error!("cannot record that the cache device failed: {error}");
+                let cache = self.shown_id();
+                tracing::error!(cache, %error, "cannot record that the cache device failed");
                 self.errors.store(ERRORS_MAX / 2, SeqCst);
             }
         } else {
-            tracing::warn!("the cache device has an error: {error}");
+            tracing::warn!(cache = self.shown_id(), %error, "the cache device has an error");
         }
     }
 
