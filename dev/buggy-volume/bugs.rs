@@ -144,10 +144,10 @@ pub const BUGS: &[Bug] = &[
         "chunks are kept under their number in the image instead of their digest",
         &[(
             "keys.rs",
-            "return Some(ChunkKey::new(domain, Kind::Chunk, &identity));\n        }",
+            "return Some(ChunkKey::new(domain, KeyKind::Chunk, &identity));\n        }",
             "let number = index.to_le_bytes();
             let identity = if BUG { &number[..] } else { &identity[..] };
-            return Some(ChunkKey::new(domain, Kind::Chunk, identity));\n        }",
+            return Some(ChunkKey::new(domain, KeyKind::Chunk, identity));\n        }",
         )],
     ),
     image(

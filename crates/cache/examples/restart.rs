@@ -12,7 +12,7 @@ use std::{
 };
 
 use burgeon_cache::{
-    Amount, Cache, ChunkKey, ChunkStore as _, Domain, Kind, Settings, checkpoint,
+    Amount, Cache, ChunkKey, ChunkStore as _, Domain, KeyKind, Settings, checkpoint,
     journal::{Event, Record},
     policy::Clock,
 };
@@ -22,7 +22,7 @@ const ARENA_BLOCKS: u32 = 1 << 22;
 const GROUP: usize = 2048;
 
 fn key(n: u32) -> ChunkKey {
-    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &n.to_le_bytes())
+    ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &n.to_le_bytes())
 }
 
 fn record(n: u32) -> Record {

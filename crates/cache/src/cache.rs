@@ -26,7 +26,7 @@ use burgeon_block::{Error, Result};
 
 use crate::{
     Amount, ChunkKey, Report, Settings,
-    disk::{Disk, Folder},
+    disk::{CacheDisk, Folder},
     policy::Policy,
     scrub,
     shared::{Shared, lock},
@@ -55,7 +55,7 @@ impl Cache {
     }
 
     /// The cache on `disk`, without a thread of its own: the caller calls [`Self::upkeep`].
-    pub fn over(disk: Arc<dyn Disk>, settings: Settings, policy: Box<dyn Policy>) -> Self {
+    pub fn over(disk: Arc<dyn CacheDisk>, settings: Settings, policy: Box<dyn Policy>) -> Self {
         let shared = Arc::new(Shared::new(disk, settings, policy));
         let cache = Self { shared, upkeep: Arc::default(), thread: None };
         cache.upkeep();

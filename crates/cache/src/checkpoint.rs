@@ -50,7 +50,7 @@ pub fn encode_end(total: u64, id: u64, index: u64) -> Vec<u8> {
     bytes
 }
 
-/// The answer of [`Reader::decode`].
+/// The answer of [`CheckpointReader::decode`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// A group took this many bytes.
@@ -64,13 +64,13 @@ pub enum Step {
 }
 
 /// Reads a checkpoint part by part.
-pub struct Reader {
+pub struct CheckpointReader {
     id: u64,
     groups: u64,
     total: u64,
 }
 
-impl Reader {
+impl CheckpointReader {
     /// The reader of the checkpoint with this head and number; `None` if it is not one.
     pub fn decode_header(bytes: &[u8], number: u64) -> Option<Self> {
         let id = u64::from_le_bytes(bytes.get(24..32)?.try_into().ok()?);

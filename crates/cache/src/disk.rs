@@ -34,7 +34,7 @@ pub enum IoMode {
 }
 
 /// A folder of files, which one server at a time uses.
-pub trait Disk: Send + Sync + 'static {
+pub trait CacheDisk: Send + Sync + 'static {
     /// Takes the folder for this server, and makes it if it is not there. False if another server
     /// has it.
     fn take(&self) -> Result<bool>;
@@ -58,7 +58,7 @@ pub trait Disk: Send + Sync + 'static {
     fn settle(&self) -> Result<()>;
 }
 
-/// A file of a [`Disk`].
+/// A file of a [`CacheDisk`].
 pub trait DiskFile: Send + Sync {
     /// Fills `buf` from `offset`; zeros in holes and beyond the end.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
@@ -146,7 +146,7 @@ fn failed(doing: &str, path: &Path, error: io::Error) -> Error {
     Error::io(format!("cannot {doing} {} of the cache", path.display()), error)
 }
 
-impl Disk for Folder {
+impl CacheDisk for Folder {
     fn take(&self) -> Result<bool> {
         // The lock belongs to the open file: a second one would wait for the first.
         let is_held = self.lock.lock().unwrap_or_else(PoisonError::into_inner).is_some();
@@ -253,7 +253,7 @@ impl Refused {
     }
 }
 
-impl Disk for Refused {
+impl CacheDisk for Refused {
     fn take(&self) -> Result<bool> {
         self.error()
     }

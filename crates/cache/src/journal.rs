@@ -102,12 +102,12 @@ pub fn encode(record: &Record, id: u64, index: u64) -> [u8; RECORD] {
 }
 
 /// Reads a journal part by part.
-pub struct Reader {
+pub struct JournalReader {
     id: u64,
     next: u64,
 }
 
-impl Reader {
+impl JournalReader {
     /// The reader of the journal with this head and number; `None` if it is not one.
     pub fn decode_header(bytes: &[u8], number: u64) -> Option<Self> {
         let id = u64::from_le_bytes(bytes.get(24..32)?.try_into().ok()?);

@@ -9,7 +9,7 @@ impl ChunkKey {
     pub const LEN: usize = 16;
 
     /// The key of the chunk of this `kind` with `digest`, in `domain`.
-    pub fn new(domain: &Domain, kind: Kind, digest: &[u8]) -> Self {
+    pub fn new(domain: &Domain, kind: KeyKind, digest: &[u8]) -> Self {
         // The domain has a fixed length, so no two inputs give the same bytes to hash.
         let mut hasher = blake3::Hasher::new_keyed(&domain.0);
         hasher.update(&[kind as u8]).update(digest);
@@ -54,7 +54,7 @@ impl Domain {
 /// What the digest of a key is a digest of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
-pub enum Kind {
+pub enum KeyKind {
     /// The unpacked bytes of the chunk: a digest of ours.
     Chunk = 1,
     /// The parts that a table of contents gives: digest of the derived object, and range.
@@ -63,18 +63,18 @@ pub enum Kind {
 
 #[cfg(test)]
 mod tests {
-    use super::{ChunkKey, Domain, Kind};
+    use super::{ChunkKey, Domain, KeyKind};
 
     #[test]
     fn domain_kind_and_digest_tell_keys_apart() {
         let a = Domain::of(b"a");
-        let key = ChunkKey::new(&a, Kind::Chunk, b"digest");
-        assert_eq!(key, ChunkKey::new(&Domain::of(b"a"), Kind::Chunk, b"digest"));
+        let key = ChunkKey::new(&a, KeyKind::Chunk, b"digest");
+        assert_eq!(key, ChunkKey::new(&Domain::of(b"a"), KeyKind::Chunk, b"digest"));
         let others = [
-            ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, b"digest"),
-            ChunkKey::new(&Domain::of(b"b"), Kind::Chunk, b"digest"),
-            ChunkKey::new(&a, Kind::Derived, b"digest"),
-            ChunkKey::new(&a, Kind::Chunk, b"digesT"),
+            ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, b"digest"),
+            ChunkKey::new(&Domain::of(b"b"), KeyKind::Chunk, b"digest"),
+            ChunkKey::new(&a, KeyKind::Derived, b"digest"),
+            ChunkKey::new(&a, KeyKind::Chunk, b"digesT"),
         ];
         assert!(others.iter().all(|other| *other != key));
     }

@@ -44,7 +44,7 @@ pub mod testing;
 mod upkeep;
 
 pub use cache::Cache;
-pub use key::{ChunkKey, Domain, Kind};
+pub use key::{ChunkKey, Domain, KeyKind};
 pub use persist::is_own_name;
 pub use report::Report;
 pub use reuse::HitPermille;

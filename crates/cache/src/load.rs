@@ -199,7 +199,7 @@ fn read_checkpoint(shared: &Shared, number: u64, each: &mut impl FnMut(&[Record]
     let Ok((len, taken)) = file.sizes() else { return };
     let mut header = [0; checkpoint::HEADER];
     let is_read = file.read_at(0, &mut header).is_ok();
-    let reader = checkpoint::Reader::decode_header(&header, number).filter(|_| is_read);
+    let reader = checkpoint::CheckpointReader::decode_header(&header, number).filter(|_| is_read);
     let Some(mut reader) = reader else { return };
     let mut is_whole = false;
     // A length alone claims nothing: the file may be one hole.
@@ -234,7 +234,7 @@ fn read_journal(shared: &Shared, number: u64, each: &mut impl FnMut(Record)) -> 
     let Ok((len, _)) = file.sizes() else { return 0 };
     let mut header = [0; RECORD];
     let is_read = file.read_at(0, &mut header).is_ok();
-    let reader = journal::Reader::decode_header(&header, number).filter(|_| is_read);
+    let reader = journal::JournalReader::decode_header(&header, number).filter(|_| is_read);
     let Some(mut reader) = reader else { return 0 };
     read_parts(&*file, RECORD as u64, len, |part| {
         let whole = part.len() / RECORD * RECORD;

@@ -23,7 +23,7 @@ use crate::{
     CHUNK_LEN_MAX, ChunkKey, Place, Report, Settings,
     admin::{Admin, Current, Freed, Room},
     arena::{self, Arena, Arenas, spare},
-    disk::{Disk, IoMode, Space},
+    disk::{CacheDisk, IoMode, Space},
     gate::Gate,
     index::KeyIndex,
     memory_fifo::MemoryFifo,
@@ -39,7 +39,7 @@ const MAKING_MAX: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(200);
 
 pub(crate) struct Shared {
-    pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) disk: Arc<dyn CacheDisk>,
     pub(crate) settings: Mutex<Settings>,
     pub(crate) slots: Slots,
     pub(crate) index: KeyIndex,
@@ -67,7 +67,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Shared {
-    pub(crate) fn new(disk: Arc<dyn Disk>, settings: Settings, policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(
+        disk: Arc<dyn CacheDisk>,
+        settings: Settings,
+        policy: Box<dyn Policy>,
+    ) -> Self {
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0);
         Self {
             disk,

@@ -14,7 +14,7 @@ use std::{
 use burgeon_block::ErrorKind;
 use burgeon_cache::{
     Amount, Cache, CacheState, ChunkStore, Settings, Why,
-    disk::{Disk, Folder},
+    disk::{CacheDisk, Folder},
     policy::Clock,
 };
 use common::{chunk, is_here, key, settings};

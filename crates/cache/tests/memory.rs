@@ -4,14 +4,14 @@
 
 use burgeon_block::ErrorKind;
 use burgeon_cache::{
-    CacheState, ChunkKey, ChunkStore, Domain, Kind, Why,
+    CacheState, ChunkKey, ChunkStore, Domain, KeyKind, Why,
     testing::{Fault, MemoryStore},
 };
 
 const LEN: usize = 4096;
 
 fn key(n: u64) -> ChunkKey {
-    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &n.to_le_bytes())
+    ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &n.to_le_bytes())
 }
 
 fn chunk(n: u64) -> Vec<u8> {

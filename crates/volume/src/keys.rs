@@ -11,7 +11,7 @@
 //! identify bytes, too. Nothing else identifies the bytes of a chunk whose digest is unknown.
 
 use burgeon_block::{Digest, ObjectKind};
-use burgeon_cache::{ChunkKey, Domain, Kind};
+use burgeon_cache::{ChunkKey, Domain, KeyKind};
 use burgeon_image::{AddressMap, Codec};
 
 use crate::residency::ChunkKeys;
@@ -33,7 +33,7 @@ impl ChunkKeys for std::sync::Arc<AddressMap> {
             let mut identity = [0; Digest::LEN + 8];
             identity[..Digest::LEN].copy_from_slice(chunk.digest.as_bytes());
             identity[Digest::LEN..].copy_from_slice(&chunk.range.len().to_le_bytes());
-            return Some(ChunkKey::new(domain, Kind::Chunk, &identity));
+            return Some(ChunkKey::new(domain, KeyKind::Chunk, &identity));
         }
         let table = self.object(chunk.object).digest(ObjectKind::Derived)?;
         let mut identity = [0; Digest::LEN + 24];
@@ -41,7 +41,7 @@ impl ChunkKeys for std::sync::Arc<AddressMap> {
         let parts = numbers.map(u64::to_le_bytes);
         identity[..Digest::LEN].copy_from_slice(table.as_bytes());
         identity[Digest::LEN..].copy_from_slice(parts.as_flattened());
-        Some(ChunkKey::new(domain, Kind::Derived, &identity))
+        Some(ChunkKey::new(domain, KeyKind::Derived, &identity))
     }
 }
 

@@ -77,12 +77,15 @@ fuzz_target!(|input: &[u8]| {
         repair_journal(&mut records);
         repair_checkpoint(&mut groups);
     }
-    assert!(journal::Reader::decode_header(input, NUMBER).is_none() || input.len() >= RECORD);
+    assert!(
+        journal::JournalReader::decode_header(input, NUMBER).is_none() || input.len() >= RECORD
+    );
     let header = journal::header(NUMBER, ID);
-    let mut reader = journal::Reader::decode_header(&header, NUMBER).expect("a sound head");
+    let mut reader = journal::JournalReader::decode_header(&header, NUMBER).expect("a sound head");
     reader.decode(&records, check);
     let header = checkpoint::header(NUMBER, ID);
-    let mut reader = checkpoint::Reader::decode_header(&header, NUMBER).expect("a sound head");
+    let mut reader =
+        checkpoint::CheckpointReader::decode_header(&header, NUMBER).expect("a sound head");
     let mut rest = &groups[..];
     while let Step::Group(len) = reader.decode(rest, check) {
         rest = &rest[len..];

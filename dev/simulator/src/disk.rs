@@ -7,7 +7,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Result};
-use burgeon_cache::disk::{Disk as Folder, DiskFile, IoMode, Space};
+use burgeon_cache::disk::{CacheDisk, DiskFile, IoMode, Space};
 use testkit::Rng;
 
 const SECTOR: usize = 512;
@@ -394,7 +394,7 @@ impl DiskFile for SimFile {
     }
 }
 
-impl Folder for Disk {
+impl CacheDisk for Disk {
     fn take(&self) -> Result<bool> {
         self.state().on().map(|()| true)
     }

@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Result};
 
-use crate::disk::{Disk, DiskFile, IoMode, Space};
+use crate::disk::{CacheDisk, DiskFile, IoMode, Space};
 
 type Block = Arc<[u8]>;
 type Names = BTreeMap<String, usize>;
@@ -220,7 +220,7 @@ fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, std::ops::Range<
     })
 }
 
-impl Disk for CrashingDisk {
+impl CacheDisk for CrashingDisk {
     fn take(&self) -> Result<bool> {
         let mut state = self.lock();
         state.change()?;

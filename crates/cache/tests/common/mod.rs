@@ -1,11 +1,11 @@
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
-use burgeon_cache::{Amount, Cache, ChunkKey, ChunkStore, Domain, Kind, Settings};
+use burgeon_cache::{Amount, Cache, ChunkKey, ChunkStore, Domain, KeyKind, Settings};
 
 pub const BLOCK: u64 = 4096;
 
 pub fn key(n: u64) -> ChunkKey {
-    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &n.to_le_bytes())
+    ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &n.to_le_bytes())
 }
 
 /// The bytes of chunk `n`: 1 to 16 blocks, no two of them equal, none of zeros.

@@ -243,7 +243,7 @@ mod tests {
     use std::sync::Arc;
 
     use burgeon_cache::{
-        ChunkKey, ChunkStore, Domain, Kind, Why,
+        ChunkKey, ChunkStore, Domain, KeyKind, Why,
         testing::{Fault, MemoryStore},
     };
 
@@ -264,7 +264,7 @@ mod tests {
         }
 
         fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey> {
-            Some(ChunkKey::new(domain, Kind::Chunk, &index.to_le_bytes()))
+            Some(ChunkKey::new(domain, KeyKind::Chunk, &index.to_le_bytes()))
         }
     }
 
@@ -353,7 +353,8 @@ mod tests {
         let residency = residency(&store, Domain::of(b"a"));
         let _hold = residency.hold(&[0]).unwrap();
         residency.admit(0, &[1; LEN], Why::Pin);
-        let filler = |n: u32| ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &(100 + n).to_le_bytes());
+        let filler =
+            |n: u32| ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &(100 + n).to_le_bytes());
         (0..50).for_each(|n| _ = store.admit(filler(n), &[9; LEN], Why::Read));
         assert!(residency.has(0));
     }

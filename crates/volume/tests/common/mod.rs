@@ -15,7 +15,7 @@ use burgeon_block::{
     ErrorKind, LocalFile, Now, ObjectId, Result, Verdict,
 };
 use burgeon_btrfs::Tree;
-use burgeon_cache::{ChunkKey, Domain, Kind, testing::MemoryStore};
+use burgeon_cache::{ChunkKey, Domain, KeyKind, testing::MemoryStore};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
 use burgeon_volume::{CacheAccess, ChecksumFile, Limits, RECORDED_CHECKSUM_LEN, Volume};
 use bytes::Bytes;
@@ -237,7 +237,7 @@ pub(crate) fn open(
 pub(crate) fn key(image: &Image, chunk: u32) -> ChunkKey {
     let chunk = image.map.chunk(chunk);
     let len = chunk.range.len().to_le_bytes();
-    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &[chunk.digest.as_bytes(), &len[..]].concat())
+    ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &[chunk.digest.as_bytes(), &len[..]].concat())
 }
 
 impl Setup {
