@@ -14,8 +14,8 @@ use std::{
 
 use burgeon_block::{ByteRange, ChecksumKind, Digest, Error, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, Dirent, FileExtent, Identity, Inode, NodeSink, NodeSource, Options, Patcher,
-    SeedInfo, Tree, Uuids, check, write_seed,
+    Body, DATA_START, Dirent, FileExtent, Identity, Inode, NodeSink, NodeSource, Patcher, SeedInfo,
+    SeedOptions, Tree, Uuids, check, write_seed,
 };
 
 const FILES_A_DIRECTORY: usize = 50;
@@ -29,13 +29,15 @@ fn main() {
     let data_end = DATA_START + blocks as u64 * 4096;
     println!("{files} files, {} extents, {} names", tree.extents.len(), tree.dirents.len());
     for checksum in [ChecksumKind::Crc32c, ChecksumKind::Xxhash64] {
-        let options =
-            Options { checksum, ..Options::new(data_end, Uuids::derive(&Digest::of(b"million"))) };
+        let options = SeedOptions {
+            checksum,
+            ..SeedOptions::new(data_end, Uuids::derive(&Digest::of(b"million")))
+        };
         measure(&tree, &checksums, &options);
     }
 }
 
-fn measure(tree: &Tree, checksums: &[u8], options: &Options) {
+fn measure(tree: &Tree, checksums: &[u8], options: &SeedOptions) {
     let discard = Discard;
     let (written, _) = best(|| write_seed(tree, checksums, options, &discard).unwrap());
     let file = Template(tempfile::tempfile().unwrap());

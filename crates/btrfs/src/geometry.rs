@@ -90,7 +90,7 @@ impl Uuids {
 
 /// The options of `write_seed`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Options {
+pub struct SeedOptions {
     /// Checksum kind of data blocks and of metadata nodes.
     pub checksum: ChecksumKind,
     /// End of the lazy data: an address, in bytes, a multiple of 4 KiB from [`DATA_START`] on.
@@ -106,7 +106,7 @@ pub struct Options {
     pub metadata_bytes_max: u64,
 }
 
-impl Options {
+impl SeedOptions {
     /// 64 GiB: metadata of about a hundred million files.
     pub const METADATA_BYTES_MAX: u64 = 64 * GIB;
     /// The space below the superblock copy at 256 GiB, which limits [`Self::metadata_bytes_max`].
@@ -185,8 +185,8 @@ pub(crate) fn virtual_area(data_end: u64, bytes: u64) -> Result<Option<ByteRange
     if bytes == 0 {
         return Ok(None);
     }
-    let unit = Options::VIRTUAL_UNIT;
-    if !bytes.is_multiple_of(unit) || bytes > Options::VIRTUAL_BYTES_MAX {
+    let unit = SeedOptions::VIRTUAL_UNIT;
+    if !bytes.is_multiple_of(unit) || bytes > SeedOptions::VIRTUAL_BYTES_MAX {
         return Err(invalid(format!(
             "a virtual area of {bytes} bytes is not a multiple of 1 GiB up to 7 EiB"
         )));
@@ -224,8 +224,8 @@ pub(crate) fn metadata_chunk(used: u64) -> Chunk {
 }
 
 /// Refuses a seed if its `bytes` of metadata exceed the limit.
-pub(crate) fn check_metadata_bytes(bytes: u64, options: &Options) -> Result<()> {
-    let most = options.metadata_bytes_max.min(Options::METADATA_BYTES_LIMIT);
+pub(crate) fn check_metadata_bytes(bytes: u64, options: &SeedOptions) -> Result<()> {
+    let most = options.metadata_bytes_max.min(SeedOptions::METADATA_BYTES_LIMIT);
     if bytes > most {
         return Err(invalid(format!(
             "the tree needs {bytes} bytes of metadata or more; at most {most} are allowed"

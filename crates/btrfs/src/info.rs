@@ -6,8 +6,8 @@ use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
 use crate::{
     format::{GENERATION, NODE_SIZE, Put},
     geometry::{
-        Chunk, DATA_START, DataLayout, DevItem, METADATA_START, Options, SYSTEM_LEN, SYSTEM_START,
-        Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
+        Chunk, DATA_START, DataLayout, DevItem, METADATA_START, SYSTEM_LEN, SYSTEM_START,
+        SeedOptions, Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
     },
 };
 
@@ -176,7 +176,7 @@ impl SeedInfo {
         let used =
             |bytes: u64, most: u64| (bytes.is_multiple_of(node) && bytes <= most).then_some(());
         used(self.system_used, SYSTEM_LEN)?;
-        used(self.metadata_used, Options::METADATA_BYTES_LIMIT)?;
+        used(self.metadata_used, SeedOptions::METADATA_BYTES_LIMIT)?;
         DataLayout::checked(self.data_end).ok()?;
         self.virtual_area = virtual_area(self.data_end, virtual_bytes).ok()?;
         let nodes = self.system_used + self.metadata_used;

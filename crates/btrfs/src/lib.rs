@@ -5,7 +5,7 @@
 //! ```text
 //!   Tree ──validate──► Model ──┐                       device 1, the metadata device
 //!   block checksums ───────────┼─ plan ─ place ─ emit ─►  NodeSink   (template: fsid all zero)
-//!   Options ───────────────────┘                          SeedInfo
+//!   SeedOptions ───────────────────┘                          SeedInfo
 //!                                                            │ + Identity (one fsid a mount)
 //!                        patch_nodes: template ► this mount ◄┴► superblock: of each device
 //! ```
@@ -40,7 +40,7 @@ mod virtual_area;
 mod write;
 
 pub use check::{NodeSource, Report, check, for_each_item};
-pub use geometry::{DATA_START, Options, Uuids};
+pub use geometry::{DATA_START, SeedOptions, Uuids};
 pub use info::{SeedInfo, TreeRoot};
 pub use nodes::NodeSink;
 pub use patch::{Identity, Patcher, patch_nodes};

@@ -18,7 +18,7 @@ use crate::{
         SECTOR, VIRTUAL_SUBVOLUME, file_type, kind, name_hash, put_dir_entry,
     },
     fs_tree::put_file_extent,
-    geometry::{Chunk, Options, check_metadata_bytes, pieces, virtual_area, virtual_chunks},
+    geometry::{Chunk, SeedOptions, check_metadata_bytes, pieces, virtual_area, virtual_chunks},
     invalid,
     nodes::{ItemList, ItemOut},
     small_trees::Collector,
@@ -41,7 +41,7 @@ pub(crate) struct VirtualArea {
 }
 
 impl VirtualArea {
-    pub(crate) fn new(options: &Options) -> Result<Self> {
+    pub(crate) fn new(options: &SeedOptions) -> Result<Self> {
         let most = options.virtual_extent_max;
         if most == 0 || !most.is_multiple_of(SECTOR) {
             return Err(invalid(format!("extents of {most} bytes are not whole blocks")));

@@ -17,8 +17,8 @@ use crate::{
     format::{NODE_SIZE, SECTOR, VIRTUAL_SUBVOLUME, object},
     fs_tree::FsTree,
     geometry::{
-        Chunk, DATA_START, DataLayout, METADATA_START, Options, SYSTEM_START, check_metadata_bytes,
-        devices, metadata_chunk, system_chunk,
+        Chunk, DATA_START, DataLayout, METADATA_START, SYSTEM_START, SeedOptions,
+        check_metadata_bytes, devices, metadata_chunk, system_chunk,
     },
     info::{SeedInfo, TreeRoot},
     invalid,
@@ -34,7 +34,7 @@ use crate::{
 ///
 /// Errors: `Invalid`, as for [`write_seed`].
 pub fn check_tree(tree: &Tree) -> Result<()> {
-    Model::new(tree, Options::METADATA_BYTES_MAX).map(drop)
+    Model::new(tree, SeedOptions::METADATA_BYTES_MAX).map(drop)
 }
 
 /// Writes the metadata nodes of a seed with `tree` as its subvolume [`SUBVOLUME`], as a
@@ -48,7 +48,7 @@ pub fn check_tree(tree: &Tree) -> Result<()> {
 pub fn write_seed(
     tree: &Tree,
     checksums: &[u8],
-    options: &Options,
+    options: &SeedOptions,
     sink: &impl NodeSink,
 ) -> Result<SeedInfo> {
     let layout = DataLayout::checked(options.data_end)?;
@@ -78,7 +78,7 @@ pub fn write_seed(
 
 /// The options with a limit that keeps a small hostile tree from expanding to gigabytes: without
 /// overlapping extents and large shared attributes, metadata is below ten times its tree.
-fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &Options) -> Options {
+fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &SeedOptions) -> SeedOptions {
     const FREE: u64 = 64 << 20;
     const TIMES: u64 = 64;
     fn bytes<T>(table: &[T]) -> u64 {
@@ -88,7 +88,7 @@ fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &Options) -> Option
     let tree_bytes = tables + bytes(&tree.xattrs) + bytes(&tree.blob);
     let free = FREE + virtual_area.cost();
     let most = options.metadata_bytes_max.min(free + TIMES.saturating_mul(tree_bytes));
-    Options { metadata_bytes_max: most, ..*options }
+    SeedOptions { metadata_bytes_max: most, ..*options }
 }
 
 /// The data chunks, with their used bytes.
@@ -148,7 +148,7 @@ fn small_trees(
     chunks: &[Chunk],
     extents: &Extents,
     virtual_area: &VirtualArea,
-    options: &Options,
+    options: &SeedOptions,
 ) -> Vec<(u64, ItemList)> {
     let uuids = &options.uuids;
     let with_virtual = virtual_area.range.is_some();
@@ -191,7 +191,7 @@ struct Seed<'a> {
 
 impl<'a> Seed<'a> {
     fn place(
-        options: &Options,
+        options: &SeedOptions,
         (extents, virtual_area): (&'a Extents, &'a VirtualArea),
         data: &'a [Chunk],
         csum_tree: &CsumTree,
@@ -287,7 +287,7 @@ impl<'a> Seed<'a> {
 }
 
 fn describe(
-    options: &Options,
+    options: &SeedOptions,
     virtual_area: &VirtualArea,
     chunks: &[Chunk],
     small: &[(Placed, ItemList)],

@@ -6,7 +6,7 @@ mod common;
 
 use burgeon_block::ErrorKind;
 use burgeon_btrfs::{
-    Body, DATA_START, Dirent, FileExtent, Inode, Options, Span, Tree, Xattr, write_seed,
+    Body, DATA_START, Dirent, FileExtent, Inode, SeedOptions, Span, Tree, Xattr, write_seed,
 };
 use common::{Builder, DIR, FILE, LINK, Template, colliding, options};
 use proptest::prelude::*;
@@ -199,7 +199,7 @@ fn invalid_extents_are_refused() {
 #[test]
 fn invalid_options_are_refused() {
     let tree = good();
-    let refused = |options: &Options, checksums: &[u8], expected: &str| {
+    let refused = |options: &SeedOptions, checksums: &[u8], expected: &str| {
         let error =
             write_seed(&tree, checksums, options, &Template::default()).expect_err(expected);
         assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -209,7 +209,7 @@ fn invalid_options_are_refused() {
         refused(&options(end), &CHECKSUMS, "the lazy data ends at");
     }
     refused(&options(DATA_END), &CHECKSUMS[..17 * 4 - 1], "17 block checksums are needed");
-    let little = Options { metadata_bytes_max: 16384 * 10, ..options(DATA_END) };
+    let little = SeedOptions { metadata_bytes_max: 16384 * 10, ..options(DATA_END) };
     refused(&little, &CHECKSUMS, "bytes of metadata");
 }
 

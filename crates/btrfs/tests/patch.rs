@@ -6,7 +6,7 @@ mod common;
 
 use burgeon_block::{ChecksumKind, ErrorKind};
 use burgeon_btrfs::{
-    Identity, NODE_SIZE, NodeSource, Options, Patcher, SeedInfo, check, patch_nodes,
+    Identity, NODE_SIZE, NodeSource, Patcher, SeedInfo, SeedOptions, check, patch_nodes,
 };
 use common::{Builder, FILE, IDENTITY, Seed, TEMPLATE, Template, get_u64, pattern};
 
@@ -18,7 +18,7 @@ fn seed(checksum: ChecksumKind) -> Seed {
         builder.add(0, format!("name {n}"), FILE);
     }
     builder.file(0, "file", &pattern(1, 20_000));
-    let options = Options { checksum, ..builder.options() };
+    let options = SeedOptions { checksum, ..builder.options() };
     builder.seed(&options)
 }
 

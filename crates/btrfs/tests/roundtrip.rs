@@ -5,7 +5,7 @@
 mod common;
 
 use burgeon_block::ChecksumKind;
-use burgeon_btrfs::{Body, DATA_START, Options, SeedInfo, write_seed};
+use burgeon_btrfs::{Body, DATA_START, SeedInfo, SeedOptions, write_seed};
 use common::{
     Builder, Seed, Template, colliding,
     grow::{grow, step},
@@ -14,7 +14,7 @@ use common::{
 use proptest::prelude::*;
 
 /// Writes, checks, reads back and compares.
-fn verify(builder: &mut Builder, options: &Options) -> Seed {
+fn verify(builder: &mut Builder, options: &SeedOptions) -> Seed {
     let seed = builder.seed(options);
     let report = seed.check().unwrap();
     assert_eq!(report.inodes, builder.tree.inodes.len() as u64);

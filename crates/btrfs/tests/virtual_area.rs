@@ -7,7 +7,7 @@ mod common;
 
 use burgeon_block::{ByteRange, ChecksumKind, ErrorKind};
 use burgeon_btrfs::{
-    DATA_START, DeviceNo, Identity, Options, SeedInfo, check, patch_nodes, superblock,
+    DATA_START, DeviceNo, Identity, SeedInfo, SeedOptions, check, patch_nodes, superblock,
 };
 use common::{Builder, IDENTITY, Seed, Template, get_u64, model, options, pattern};
 
@@ -28,9 +28,9 @@ fn builder() -> Builder {
     builder
 }
 
-fn seed(bytes: u64, change: impl Fn(Options) -> Options) -> Seed {
+fn seed(bytes: u64, change: impl Fn(SeedOptions) -> SeedOptions) -> Seed {
     let mut builder = builder();
-    let options = change(Options { virtual_bytes: bytes, ..builder.options() });
+    let options = change(SeedOptions { virtual_bytes: bytes, ..builder.options() });
     builder.seed(&options)
 }
 
@@ -64,7 +64,7 @@ fn every_size_is_one_file_and_leaves_the_tree_alone() {
 fn extents_can_be_shorter_than_chunks() {
     for (most, count) in [(1 << 30, 1024 * 300 + 1), (128 * TIB, 3), (CHUNK, 2)] {
         let bytes = 300 * TIB;
-        let with = |options| Options { virtual_extent_max: most, ..options };
+        let with = |options| SeedOptions { virtual_extent_max: most, ..options };
         let seed = seed(bytes, with);
         let report = seed.check().unwrap();
         assert_eq!(report.extents - self::seed(0, with).check().unwrap().extents, count);
@@ -75,7 +75,7 @@ fn extents_can_be_shorter_than_chunks() {
 fn its_start_depends_only_on_the_end_of_lazy_data() {
     let area = |data_end: u64| {
         let mut builder = Builder::new();
-        let options = Options { virtual_bytes: TIB, ..options(data_end) };
+        let options = SeedOptions { virtual_bytes: TIB, ..options(data_end) };
         builder.seed(&options).info.virtual_area.unwrap().start()
     };
     assert_eq!(area(DATA_START), AREA_START);
@@ -87,7 +87,7 @@ fn its_start_depends_only_on_the_end_of_lazy_data() {
 #[test]
 fn it_is_deterministic_and_patched_as_any_seed() {
     for checksum in [ChecksumKind::Crc32c, ChecksumKind::Xxhash64] {
-        let make = || seed(4 * EIB, |options| Options { checksum, ..options });
+        let make = || seed(4 * EIB, |options| SeedOptions { checksum, ..options });
         let template = make();
         assert!(template.pieces == make().pieces);
         let mut mount = template.clone();
@@ -124,22 +124,22 @@ fn its_description_round_trips_and_requires_the_feature() {
 
 #[test]
 fn invalid_sizes_are_refused() {
-    let refused = |change: &dyn Fn(Options) -> Options| {
+    let refused = |change: &dyn Fn(SeedOptions) -> SeedOptions| {
         let mut builder = builder();
-        let options = change(Options { virtual_bytes: TIB, ..builder.options() });
+        let options = change(SeedOptions { virtual_bytes: TIB, ..builder.options() });
         let error = builder.write(&options).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         error.to_string()
     };
-    let with = |bytes| move |options| Options { virtual_bytes: bytes, ..options };
+    let with = |bytes| move |options| SeedOptions { virtual_bytes: bytes, ..options };
     assert!(refused(&with(4096)).contains("1 GiB"));
     assert!(refused(&with(7 * EIB + (1 << 30))).contains("7 EiB"));
-    let behind = |options| Options { data_end: 2 * EIB, virtual_bytes: 7 * EIB, ..options };
+    let behind = |options| SeedOptions { data_end: 2 * EIB, virtual_bytes: 7 * EIB, ..options };
     assert!(refused(&behind).contains("8 EiB"));
-    let extents = |most| move |options| Options { virtual_extent_max: most, ..options };
+    let extents = |most| move |options| SeedOptions { virtual_extent_max: most, ..options };
     assert!(refused(&extents(0)).contains("whole blocks"));
     assert!(refused(&extents(4097)).contains("whole blocks"));
-    let many = |options| Options { virtual_bytes: EIB, virtual_extent_max: 4096, ..options };
+    let many = |options| SeedOptions { virtual_bytes: EIB, virtual_extent_max: 4096, ..options };
     assert!(refused(&many).contains("metadata"));
 }
 

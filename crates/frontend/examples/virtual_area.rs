@@ -24,7 +24,7 @@ use std::{
 };
 
 use burgeon_block::{ByteRange, Pages};
-use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
+use burgeon_btrfs::{SUBVOLUME, SeedOptions, VIRTUAL_FILE};
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
     btrfs_mount::{Btrfs, MountAccess, forget},
@@ -115,7 +115,7 @@ struct Mounted {
 impl Mounted {
     fn new(virtual_bytes: u64, virtual_extent_max: u64) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let seed = Seed::write_with(folder.path(), |options| Options {
+        let seed = Seed::write_with(folder.path(), |options| SeedOptions {
             virtual_bytes,
             virtual_extent_max,
             ..options

@@ -22,7 +22,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange};
-use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
+use burgeon_btrfs::{SUBVOLUME, SeedOptions, VIRTUAL_FILE};
 use burgeon_frontend::{
     LoopDevice, LoopOptions, Slots,
     btrfs_mount::{Btrfs, MountAccess, attach, forget},
@@ -56,7 +56,7 @@ impl Rig {
     fn new() -> Self {
         private_namespace();
         let folder = TempDir::new().unwrap();
-        let options = |options| Options { virtual_bytes: AREA, ..options };
+        let options = |options| SeedOptions { virtual_bytes: AREA, ..options };
         let seed = Seed::write_with(folder.path(), options);
         fs::create_dir(folder.path().join("mnt")).unwrap();
         // Sparse, so that its allocated size shows the written data.

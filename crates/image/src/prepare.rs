@@ -6,7 +6,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
 use burgeon_btrfs::{
-    Body, Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed,
+    Body, Identity, NodeSink, NodeSource, SeedInfo, SeedOptions, Uuids, check, write_seed,
 };
 use bytes::Bytes;
 
@@ -143,10 +143,10 @@ fn write_template(
     options.read(true).write(true).create(true).truncate(true);
     let file = open_own(&path, &mut options, OFlags::empty())
         .map_err(|error| Error::io(format!("cannot create {}", path.display()), error))?;
-    let options = Options {
+    let options = SeedOptions {
         checksum: manifest.checksum,
         virtual_bytes,
-        ..Options::new(manifest.data_range().end(), Uuids::derive(digest))
+        ..SeedOptions::new(manifest.data_range().end(), Uuids::derive(digest))
     };
     let nodes = NodeFile { file, path };
     let info = write_seed(&manifest.tree, &manifest.block_checksums, &options, &nodes)?;

@@ -6,7 +6,7 @@
 use std::sync::LazyLock;
 
 use burgeon_block::Digest;
-use burgeon_btrfs::{Options, Uuids, write_seed};
+use burgeon_btrfs::{SeedOptions, Uuids, write_seed};
 use burgeon_fuzz::{Nowhere, damaged, sample, unpacked};
 use burgeon_image::{AddressMap, Limits, Manifest};
 use libfuzzer_sys::fuzz_target;
@@ -34,7 +34,7 @@ fuzz_target!(|input: &[u8]| {
     let map = AddressMap::from_manifest(&manifest).expect("what decodes has a map");
     assert_eq!(map.data_range(), manifest.data_range());
     let uuids = Uuids::derive(&digest);
-    let mut options = Options::new(manifest.data_range().end(), uuids);
+    let mut options = SeedOptions::new(manifest.data_range().end(), uuids);
     options.checksum = manifest.checksum;
     options.metadata_bytes_max = 64 << 20;
     let _ = write_seed(&manifest.tree, &manifest.block_checksums, &options, &Nowhere);

@@ -6,14 +6,14 @@ use std::sync::LazyLock;
 
 use burgeon_block::Digest;
 use burgeon_btrfs::{
-    DeviceNo, Identity, Options, SeedInfo, Uuids, superblock, superblock_offsets, write_seed,
+    DeviceNo, Identity, SeedInfo, SeedOptions, Uuids, superblock, superblock_offsets, write_seed,
 };
 use burgeon_fuzz::{Nowhere, edits, sample};
 use libfuzzer_sys::fuzz_target;
 
 static BASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let image = sample();
-    let options = Options::new(image.data_range().end(), Uuids::derive(&Digest::of(b"image")));
+    let options = SeedOptions::new(image.data_range().end(), Uuids::derive(&Digest::of(b"image")));
     let info = write_seed(&image.tree, &image.block_checksums, &options, &Nowhere);
     info.expect("the sample makes a seed").to_bytes()
 });

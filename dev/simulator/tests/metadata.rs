@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Digest, Result};
 use burgeon_btrfs::{
     Body, DATA_START, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink, NodeSource,
-    Options, Patcher, SeedInfo, Span, Tree, Uuids, check, write_seed,
+    Patcher, SeedInfo, SeedOptions, Span, Tree, Uuids, check, write_seed,
 };
 use testkit::Rng;
 
@@ -72,7 +72,7 @@ fn template(checksum: ChecksumKind) -> (SeedInfo, [Vec<u8>; 2]) {
         tree.inodes.push(inode(0o100644, Body::Extents { first: n, count: 1 }, BLOCK_SIZE));
     }
     let data_end = DATA_START + u64::from(FILES) * BLOCK_SIZE;
-    let mut options = Options::new(data_end, Uuids::derive(&Digest::of(b"a test")));
+    let mut options = SeedOptions::new(data_end, Uuids::derive(&Digest::of(b"a test")));
     options.checksum = checksum;
     let sums = Rng::new(1).bytes(FILES as usize * checksum.size());
     let nodes = Nodes::default();

@@ -7,7 +7,7 @@ fn any_flipped_bit_is_found() {
     for checksum in [ChecksumKind::Crc32c, ChecksumKind::Xxhash64] {
         let mut builder = Builder::new();
         builder.file(0, "file", &pattern(1, 10_000));
-        let options = burgeon_btrfs::Options { checksum, ..builder.options() };
+        let options = burgeon_btrfs::SeedOptions { checksum, ..builder.options() };
         let good = builder.seed(&options);
         let mut random = pattern(99, 8 * 1000).chunks(8).map(|c| get_u64(c, 0)).collect::<Vec<_>>();
         random.extend(0..64);

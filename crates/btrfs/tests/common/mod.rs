@@ -9,7 +9,7 @@ use std::{fs::File, os::unix::fs::FileExt, path::Path, sync::Mutex};
 use burgeon_block::{ChecksumKind, Digest, Result};
 use burgeon_btrfs::{
     Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink,
-    NodeSource, Options, Patcher, Report, SeedInfo, Tree, Uuids, Xattr, check, for_each_item,
+    NodeSource, Patcher, Report, SeedInfo, SeedOptions, Tree, Uuids, Xattr, check, for_each_item,
     superblock, superblock_offsets, write_seed,
 };
 
@@ -309,18 +309,18 @@ impl Builder {
         self.data.chunks(4096).flat_map(of).collect()
     }
 
-    pub(crate) fn options(&self) -> Options {
+    pub(crate) fn options(&self) -> SeedOptions {
         options(DATA_START + self.data.len() as u64)
     }
 
-    pub(crate) fn write(&mut self, options: &Options) -> Result<(SeedInfo, Template)> {
+    pub(crate) fn write(&mut self, options: &SeedOptions) -> Result<(SeedInfo, Template)> {
         let template = Template::default();
         let checksums = self.checksums(options.checksum);
         let info = write_seed(self.finish(), &checksums, options, &template)?;
         Ok((info, template))
     }
 
-    pub(crate) fn seed(&mut self, options: &Options) -> Seed {
+    pub(crate) fn seed(&mut self, options: &SeedOptions) -> Seed {
         let (info, template) = self.write(options).unwrap();
         Seed { info, pieces: template.into_pieces() }
     }
@@ -352,8 +352,8 @@ pub(crate) fn colliding(start: u32, prefix: &str, count: usize) -> Vec<Vec<u8>> 
     (0..).map(name).filter(legal).take(count).collect()
 }
 
-pub(crate) fn options(data_end: u64) -> Options {
-    Options::new(data_end, Uuids::derive(&Digest::of(b"a test's image")))
+pub(crate) fn options(data_end: u64) -> SeedOptions {
+    SeedOptions::new(data_end, Uuids::derive(&Digest::of(b"a test's image")))
 }
 
 /// Writes the devices of one mount to files: `<dir>/metadata` and `<dir>/data`.

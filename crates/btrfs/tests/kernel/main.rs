@@ -15,7 +15,7 @@ use std::{
 };
 
 use burgeon_block::ChecksumKind;
-use burgeon_btrfs::Options;
+use burgeon_btrfs::SeedOptions;
 use common::{Builder, FILE, grow, pattern, write_devices};
 use proptest::{
     prelude::{Strategy, any},
@@ -54,7 +54,7 @@ fn check_small_tree(at: &Path) {
 }
 
 /// Writes the seed of `builder` to devices and scans them.
-fn seed_devices(rig: &mut Rig, builder: &mut Builder, options: &Options) -> Vec<PathBuf> {
+fn seed_devices(rig: &mut Rig, builder: &mut Builder, options: &SeedOptions) -> Vec<PathBuf> {
     let (info, template) = builder.write(options).unwrap();
     write_devices(rig.dir.path(), &info, &identity(), template, &builder.data);
     let devices: Vec<_> = ["metadata", "data"].iter().map(|name| rig.attach(name, true)).collect();
@@ -93,7 +93,7 @@ fn a_seed_grows_into_a_sprout() {
 
 /// A tree of all kinds of files mounts correctly, and can then be changed and removed: a wrong
 /// back reference or count would make the kernel abort.
-fn everything_mounts(options: impl Fn(Options) -> Options) {
+fn everything_mounts(options: impl Fn(SeedOptions) -> SeedOptions) {
     let mut rig = Rig::new();
     let mut builder = torture();
     let options = options(builder.options());
@@ -148,7 +148,7 @@ fn everything_mounts_and_can_be_changed() {
 
 #[test]
 fn everything_mounts_with_xxhash64() {
-    everything_mounts(|options| Options { checksum: ChecksumKind::Xxhash64, ..options });
+    everything_mounts(|options| SeedOptions { checksum: ChecksumKind::Xxhash64, ..options });
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn a_wrong_byte_is_an_error_in_its_block_only() {
         let mut builder = Builder::new();
         builder.file(0, "file", &pattern(1, 3 * 4096));
         builder.file(0, "other", &pattern(2, 4096));
-        let options = Options { checksum, ..builder.options() };
+        let options = SeedOptions { checksum, ..builder.options() };
         // The data differs from the data that the checksums were computed from.
         let (info, template) = builder.write(&options).unwrap();
         builder.data[4096 + 17] ^= 1;

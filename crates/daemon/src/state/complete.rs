@@ -174,7 +174,9 @@ mod tests {
     };
 
     use burgeon_block::{BLOCK_SIZE, Digest, Result};
-    use burgeon_btrfs::{DATA_START, Inode, NodeSink, Options, SeedInfo, Tree, Uuids, write_seed};
+    use burgeon_btrfs::{
+        DATA_START, Inode, NodeSink, SeedInfo, SeedOptions, Tree, Uuids, write_seed,
+    };
 
     use super::{folder, forget, give_back_as, is_here, take};
     use crate::{
@@ -280,7 +282,7 @@ mod tests {
         let mut tree = Tree::default();
         tree.inodes.push(Inode { mode: 0o040_755, ..Inode::default() });
         let uuids = Uuids::derive(&Digest::of(b"image"));
-        let options = Options::new(DATA_START + BLOCK_SIZE, uuids);
+        let options = SeedOptions::new(DATA_START + BLOCK_SIZE, uuids);
         write_seed(&tree, &[0; 4], &options, &Nowhere).unwrap()
     }
 }

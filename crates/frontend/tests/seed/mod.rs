@@ -16,8 +16,8 @@ use burgeon_block::{
     BLOCK_SIZE, BlockDevice, ByteRange, ChecksumKind, Digest, Error, ErrorKind, Now, Result, Shape,
 };
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, Options, SeedInfo,
-    Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
+    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, SeedInfo,
+    SeedOptions, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
 };
 
 use crate::common::fill;
@@ -47,7 +47,7 @@ impl Seed {
     }
 
     /// The same with other options.
-    pub(crate) fn write_with(folder: &Path, change: impl Fn(Options) -> Options) -> Self {
+    pub(crate) fn write_with(folder: &Path, change: impl Fn(SeedOptions) -> SeedOptions) -> Self {
         let mut tree = Tree::default();
         let inline = tree.push_bytes(INLINE).unwrap();
         let (body, size) = (Body::Inline(inline), INLINE.len() as u64);
@@ -63,7 +63,7 @@ impl Seed {
         }
 
         let options =
-            Options::new(DATA_START + LAZY_LEN, Uuids::derive(&Digest::of(b"frontend test")));
+            SeedOptions::new(DATA_START + LAZY_LEN, Uuids::derive(&Digest::of(b"frontend test")));
         let options = change(options);
         let mut data = vec![0; LAZY_LEN as usize];
         fill(DATA_START, &mut data);

@@ -26,8 +26,8 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Digest, Error, ErrorKind, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, Options, SUBVOLUME,
-    SeedInfo, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
+    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, SUBVOLUME, SeedInfo,
+    SeedOptions, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
 };
 use burgeon_frontend::{
     LoopDevice, LoopOptions,
@@ -202,7 +202,7 @@ fn describe(nodes: &Nodes) -> Result<SeedInfo> {
     tree.dirents.push(Dirent { parent: 0, inode: 1, name });
     let checksum = (ChecksumKind::Crc32c.of(&CONTENT) as u32).to_le_bytes();
     let uuids = Uuids::derive(&Digest::of(b"burgeon exchange trial"));
-    write_seed(&tree, &checksum, &Options::new(DATA_START + BLOCK_SIZE, uuids), nodes)
+    write_seed(&tree, &checksum, &SeedOptions::new(DATA_START + BLOCK_SIZE, uuids), nodes)
 }
 
 fn data_file(info: &SeedInfo, identity: &Identity) -> Result<File> {
