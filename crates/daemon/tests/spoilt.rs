@@ -39,7 +39,7 @@ impl Image {
         std::fs::write(tree.join("noise"), Rng::new(1).bytes(2_000_000)).unwrap();
         std::fs::write(tree.join("text"), text).unwrap();
         let store = Directory::create(folder.path().join("store")).unwrap();
-        let options = builder::Options { level: 1, ..builder::Options::default() };
+        let options = builder::BuildOptions { level: 1, ..builder::BuildOptions::default() };
         let report = builder::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
         let limits = burgeon_image::Limits::default();

@@ -67,7 +67,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let store = Directory::create(folder.join("store"))?;
     for (name, checksum) in [("crc32c", ChecksumKind::Crc32c), ("xxhash64", ChecksumKind::Xxhash64)]
     {
-        let options = builder::Options { checksum, ..builder::Options::default() };
+        let options = builder::BuildOptions { checksum, ..builder::BuildOptions::default() };
         let archive = std::io::Cursor::new(archive());
         let report = builder::from_tar(&store, name, archive, None, &options, &|_| ())?;
         let digest = report.image.digest()?;

@@ -128,7 +128,7 @@ fn the_same_tree_gives_the_same_image_with_any_number_of_threads() {
     let first = from_directory(&store, "one", &root).image.digest().unwrap();
     for threads in [1, 3, 8] {
         let (_other, fresh) = common::store();
-        let options = builder::Options { threads: Some(threads), ..options() };
+        let options = builder::BuildOptions { threads: Some(threads), ..options() };
         let report = builder::from_directory(&fresh, "x", &root, &options, &|_| ()).unwrap();
         assert_eq!(report.image.digest().unwrap(), first, "{threads} threads");
     }
@@ -302,7 +302,7 @@ fn mounts_below_are_left_out_and_reported() {
         let report = from_directory(&store, "x", &root);
         assert_eq!(report.mounts_left_out, [root.join("mnt")]);
         assert_eq!(paths(&load(&store, &report).tree).len(), 2);
-        let options = builder::Options { cross_mounts: true, ..options() };
+        let options = builder::BuildOptions { cross_mounts: true, ..options() };
         let report = builder::from_directory(&store, "x", &root, &options, &|_| ()).unwrap();
         assert!(report.mounts_left_out.is_empty());
         compare(&store, &root, &report);
@@ -376,13 +376,13 @@ fn an_impossible_image_is_refused_and_leaves_nothing() {
     let (folder, store) = store();
     let file = folder.path().join("file");
     fs::write(&file, b"x").unwrap();
-    let build = |name: &str, path: &Path, options: &builder::Options| {
+    let build = |name: &str, path: &Path, options: &builder::BuildOptions| {
         builder::from_directory(&store, name, path, options, &|_| ()).unwrap_err().kind()
     };
     assert_eq!(build("x", &file, &options()), ErrorKind::Invalid);
     assert_eq!(build("x", &folder.path().join("none"), &options()), ErrorKind::NotFound);
     assert_eq!(build("-x", folder.path(), &options()), ErrorKind::Invalid);
-    let level = builder::Options { level: 23, ..options() };
+    let level = builder::BuildOptions { level: 23, ..options() };
     assert_eq!(build("x", folder.path(), &level), ErrorKind::Invalid);
     assert!(store.list("images").unwrap().is_empty());
     assert!(store.list("tmp").unwrap().is_empty());
@@ -569,7 +569,7 @@ fn a_build_that_fails_leaves_no_pack_or_says_so() {
     plant(&root);
     let packs = || store.list("packs").unwrap();
     let fails = || {
-        let options = builder::Options { reuse: false, ..options() };
+        let options = builder::BuildOptions { reuse: false, ..options() };
         let built = builder::from_directory(&Full(&store), "new", &root, &options, &|_| ());
         built.unwrap_err().to_string()
     };

@@ -229,7 +229,7 @@ fn a_build_stores_the_reads_of_a_profile_first_and_together() {
     let lost = profile.files.len() as u32;
     profile.files.push(b"/not/there".to_vec());
     profile.reads.push(ProfileRead { file: lost, ..profile.reads[0] });
-    let options = builder::Options { profile: Some(profile), ..options_with(&store) };
+    let options = builder::BuildOptions { profile: Some(profile), ..options_with(&store) };
     let built = || builder::from_directory(&store, "after", &root, &options, &|_| ()).unwrap();
     let report = built();
     let after = load(&store, &report);

@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::{
-    builder::{self, OnProgress, Options, Report},
+    builder::{self, BuildOptions, OnProgress, Report},
     catalog::ReservedName,
 };
 use burgeon_source::{Directory, Partial, layer_object, registry::OciDigest, waiting, web};
@@ -79,7 +79,7 @@ impl Archive {
         self,
         store: &impl ObjectStore,
         name: &str,
-        (options, own): (&Options, Option<&Directory>),
+        (options, own): (&BuildOptions, Option<&Directory>),
         building: OnProgress<'_>,
     ) -> Result<Report> {
         let what = format!("cannot build from {}", shown(&self.url));

@@ -41,7 +41,7 @@ use std::{panic::resume_unwind, path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
-    builder::{OnProgress, Options, Report},
+    builder::{BuildOptions, OnProgress, Report},
     catalog::{self, ImageRecord, NameForm, NamedPart, OciName},
 };
 use burgeon_source::{
@@ -84,8 +84,8 @@ pub struct Work<'a> {
     pub tags: Tags<'a>,
     /// The documents that this host keeps; this crate only reads them.
     pub documents: &'a Documents,
-    /// Options of the build.
-    pub options: &'a Options,
+    /// BuildOptions of the build.
+    pub options: &'a BuildOptions,
     /// Takes the layers that are read to their end.
     pub read: &'a ReadLayers,
     /// Progress of fetching layers.

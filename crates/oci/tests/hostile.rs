@@ -11,7 +11,7 @@ use std::{
 };
 
 use burgeon_block::{BlockSource, ErrorKind};
-use burgeon_image::{Limits, builder::Options, catalog};
+use burgeon_image::{Limits, builder::BuildOptions, catalog};
 use burgeon_oci::{
     Documents, Found, How, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
     is_whole,
@@ -27,7 +27,7 @@ fn with_work<T>(spool: &Path, what: impl FnOnce(&Work<'_>) -> T) -> T {
 
 /// Like `with_work`, with a store of the host's own.
 fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_>) -> T) -> T {
-    let (access, options) = (Access::default(), Options::default());
+    let (access, options) = (Access::default(), BuildOptions::default());
     let (fetching, building) = (|_, _| (), |_: &_| ());
     let tags = Tags { folder: &spool.join("tags"), pull: Pull::Newer };
     let documents = Documents::new(spool.join("documents"));

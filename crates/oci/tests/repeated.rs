@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use burgeon_image::builder::Options;
+use burgeon_image::builder::BuildOptions;
 use burgeon_oci::{
     Documents, Found, ImageForm, Pull, ReadLayers, Source, Tags, Work, build, find_or_build,
 };
@@ -19,7 +19,7 @@ use testkit::OciLayout;
 const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 
 fn with_work<T>(spool: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T) -> T {
-    let (access, options) = (Access::default(), Options::default());
+    let (access, options) = (Access::default(), BuildOptions::default());
     let tags = Tags { folder: &spool.join("tags"), pull: Pull::Newer };
     let documents = Documents::new(spool.join("documents"));
     what(&Work {

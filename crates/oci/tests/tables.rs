@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path, time::Duration};
 
-use burgeon_image::{Limits, builder::Options, catalog};
+use burgeon_image::{Limits, builder::BuildOptions, catalog};
 use burgeon_layer::{Stretch, TABLE_MAX, Table};
 use burgeon_oci::{
     Documents, Found, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
@@ -29,7 +29,7 @@ fn found(folder: &Path, want: ImageForm<'_>) -> String {
 }
 
 fn with_work<T>(folder: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T) -> T {
-    let (access, options) = (Access::default(), Options::default());
+    let (access, options) = (Access::default(), BuildOptions::default());
     let tags = Tags { folder: &folder.join("tags"), pull: Pull::Newer };
     let documents = Documents::new(folder.join("documents"));
     what(&Work {

@@ -8,7 +8,7 @@ use std::io::{Cursor, Read};
 
 use burgeon_block::{ObjectId, Result};
 use burgeon_fuzz::{Oblivion, options, seal};
-use burgeon_image::builder::{self, Layer, LayerLimits, Layers, Options, Origin};
+use burgeon_image::builder::{self, BuildOptions, Layer, LayerLimits, Layers, Origin};
 use libfuzzer_sys::fuzz_target;
 
 /// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
@@ -64,7 +64,7 @@ fn archive(mut input: &[u8]) -> Vec<u8> {
 }
 
 /// Builds and describes an image of two layers.
-fn layers(layers: &[Vec<u8>; 2], options: &Options) {
+fn layers(layers: &[Vec<u8>; 2], options: &BuildOptions) {
     let all = || Layers::new(LayerLimits::default());
     let (of_headers, described) = (all(), all());
     let build = || {

@@ -8,11 +8,11 @@ use std::{
 };
 
 use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
-use burgeon_image::builder::{self, Options};
+use burgeon_image::builder::{self, BuildOptions};
 
 /// Build options of the targets: one thread, so that an input does the same each time.
-pub fn options() -> Options {
-    Options { level: 1, threads: Some(1), reuse: false, ..Options::default() }
+pub fn options() -> BuildOptions {
+    BuildOptions { level: 1, threads: Some(1), reuse: false, ..BuildOptions::default() }
 }
 
 /// Builds an image of an archive, or does not.

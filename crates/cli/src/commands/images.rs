@@ -5,7 +5,7 @@ use std::{fs::File, os::unix::fs::FileTypeExt, path::Path, process::ExitCode};
 use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
 use burgeon_image::{
-    builder::{self, Options, Pattern, Report},
+    builder::{self, BuildOptions, Pattern, Report},
     catalog::{self, ImageRecord},
 };
 use burgeon_oci::Source;
@@ -25,7 +25,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     // Refuse a bad name before building anything.
     let to = context.in_repository(&args.name)?;
     let profile = args.profile.as_deref().map(|name| record::find(context, name)).transpose()?;
-    let options = Options {
+    let options = BuildOptions {
         profile,
         level: args.level,
         checksum: match args.checksum {
@@ -191,7 +191,7 @@ fn make(
     context: &Context,
     input: &Input,
     name: &str,
-    options: &Options,
+    options: &BuildOptions,
 ) -> Result<(Report, std::time::Duration)> {
     let store = context.create_store()?;
     store.check_writable()?;

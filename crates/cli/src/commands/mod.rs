@@ -58,7 +58,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, DirectoryIdentity, StateDir};
-use burgeon_image::{builder::Options, catalog::Provenance};
+use burgeon_image::{builder::BuildOptions, catalog::Provenance};
 use burgeon_oci::{Documents, Unpackings};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
@@ -196,8 +196,8 @@ impl Context {
     }
 
     /// The default options of a build in the store.
-    pub(crate) fn build_options(&self) -> Options {
-        Options { provenance: Some(self.provenance()), ..Options::default() }
+    pub(crate) fn build_options(&self) -> BuildOptions {
+        BuildOptions { provenance: Some(self.provenance()), ..BuildOptions::default() }
     }
 
     /// Identity of the store's folder as seen by this process, if the store is a folder.

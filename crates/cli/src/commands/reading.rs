@@ -20,7 +20,7 @@ use std::{
 use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
 use burgeon_daemon::{Reach, ReaderParent, StateDir, read_elsewhere, read_process};
 use burgeon_image::{
-    builder::{self, Options, Report},
+    builder::{self, BuildOptions, Report},
     catalog::{self, Copied, ImageProvenance, ImageRecord},
 };
 use burgeon_oci::{
@@ -197,7 +197,7 @@ pub(super) fn build(
     context: &Context,
     text: &str,
     name: &str,
-    options: &Options,
+    options: &BuildOptions,
 ) -> Result<(Report, Duration)> {
     let source = Source::parse(text).unwrap_or_else(|| Err(something_else()))?;
     let task = Task::Build { text: text.to_owned(), name: name.to_owned() };
@@ -209,7 +209,7 @@ pub(super) fn build_archive(
     context: &Context,
     (archive, path, len): (impl AsFd, Option<&Path>, Option<u64>),
     name: &str,
-    options: &Options,
+    options: &BuildOptions,
 ) -> Result<(Report, Duration)> {
     let path = path.map(Path::to_owned);
     let task = Task::BuildArchive { path, len, name: name.to_owned() };
@@ -220,7 +220,7 @@ fn build_by(
     context: &Context,
     source: Option<&Source>,
     name: &str,
-    options: &Options,
+    options: &BuildOptions,
     task: Task,
     archive: Option<&dyn AsFd>,
 ) -> Result<(Report, Duration)> {
@@ -235,7 +235,7 @@ fn build_by(
 fn have_done(
     context: &Context,
     source: Option<&Source>,
-    options: &Options,
+    options: &BuildOptions,
     task: Task,
     archive: Option<&dyn AsFd>,
 ) -> Result<Made> {
@@ -377,11 +377,11 @@ fn make(
         json: false,
     };
     let provenance = context.provenance().noting();
-    let options = Options {
+    let options = BuildOptions {
         level: job.level,
         checksum: if job.xxhash64 { ChecksumKind::Xxhash64 } else { ChecksumKind::Crc32c },
         provenance: Some(provenance.clone()),
-        ..Options::default()
+        ..BuildOptions::default()
     };
     let store = Store::create(&context.store_location(), access)?;
     let parse = |text: &str| Source::parse(text).unwrap_or_else(|| Err(something_else()));

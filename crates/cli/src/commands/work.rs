@@ -1,6 +1,6 @@
 //! The work on an OCI image: what it needs of this host, and a display of its progress.
 
-use burgeon_image::builder::{self, Options};
+use burgeon_image::builder::{self, BuildOptions};
 use burgeon_oci::{Pull, ReadLayers, Tags, Work};
 use burgeon_source::{Access, Directory};
 
@@ -15,7 +15,7 @@ pub(super) fn with_work<T>(
     context: &Context,
     text: &str,
     pull: Pull,
-    options: &Options,
+    options: &BuildOptions,
     (access, read, make_room): (&Access, &ReadLayers, MakeRoom<'_>),
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> burgeon_block::Result<T> {

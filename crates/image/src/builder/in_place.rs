@@ -19,7 +19,7 @@ use burgeon_btrfs::Tree;
 use rayon::prelude::*;
 
 use super::{
-    OnProgress, Options, Progress, Report,
+    BuildOptions, OnProgress, Progress, Report,
     assemble::{Extent, Input, Piece, Placed},
     nodes, publish,
     read::DirectoryInput,
@@ -35,7 +35,7 @@ pub(super) fn build(
     store: &impl ObjectStore,
     name: &str,
     path: &Path,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     let _lease = store.begin_write()?;
@@ -82,7 +82,7 @@ struct Placer<'a> {
 }
 
 impl<'a> Placer<'a> {
-    fn new(scan: &'a Scan, options: &Options) -> Self {
+    fn new(scan: &'a Scan, options: &BuildOptions) -> Self {
         let files = scan.files.iter().enumerate();
         let manifest = Manifest {
             tree: Tree::default(),

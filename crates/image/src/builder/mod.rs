@@ -59,9 +59,9 @@ use crate::{
     profile::{Profile, profile_object},
 };
 
-/// Options of a build.
+/// BuildOptions of a build.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct BuildOptions {
     /// zstd level, 1 to 22.
     pub level: i32,
     /// Kind of block checksum, also that of the mounted btrfs.
@@ -84,7 +84,7 @@ pub struct Options {
 /// Default zstd level.
 pub const LEVEL_DEFAULT: i32 = 3;
 
-impl Default for Options {
+impl Default for BuildOptions {
     fn default() -> Self {
         Self {
             level: LEVEL_DEFAULT,
@@ -185,7 +185,7 @@ pub fn from_directory(
     store: &impl ObjectStore,
     name: &str,
     path: &Path,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     check_options(name, options)?;
@@ -216,7 +216,7 @@ pub fn from_directory(
             let first =
                 options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
             let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
-            let Options { level, checksum, .. } = *options;
+            let BuildOptions { level, checksum, .. } = *options;
             let assembler =
                 Assembler { level, checksum, known: &known, meter: &meter, derived: false };
             let assembled =
@@ -238,7 +238,7 @@ pub fn from_directory(
     })
 }
 
-fn check_options(name: &str, options: &Options) -> Result<()> {
+fn check_options(name: &str, options: &BuildOptions) -> Result<()> {
     catalog::check_name(name)?;
     if !(1..=22).contains(&options.level) {
         return Err(invalid(format!("zstd has levels 1 to 22, not {}", options.level)));
@@ -247,7 +247,7 @@ fn check_options(name: &str, options: &Options) -> Result<()> {
 }
 
 /// The thread pool of one build.
-fn pool(options: &Options) -> Result<rayon::ThreadPool> {
+fn pool(options: &BuildOptions) -> Result<rayon::ThreadPool> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     pool_of(options.threads.unwrap_or(cores + 2))
 }
@@ -313,7 +313,7 @@ fn publish(
     store: &impl ObjectStore,
     name: &str,
     manifest: &Manifest,
-    options: &Options,
+    options: &BuildOptions,
 ) -> Result<ImageRecord> {
     let (bytes, digest) = manifest.encode(options.level)?;
     store.publish(&catalog::manifest_object(&digest)?, &bytes)?;

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 
 use super::{
-    Honours, OnProgress, Options, Progress, Report, check_options, in_place, nodes::S_IFDIR,
+    BuildOptions, Honours, OnProgress, Progress, Report, check_options, in_place, nodes::S_IFDIR,
     nodes::S_IFREG, pool, publish, read::next_data,
 };
 use crate::{
@@ -67,7 +67,7 @@ pub fn computed(
     name: &str,
     pattern: Pattern,
     size: u64,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     if size == 0 || !size.is_multiple_of(BLOCK_SIZE) || size > 1 << 42 {
@@ -94,7 +94,7 @@ pub fn by_reference(
     store: &impl ObjectStore,
     name: &str,
     path: &Path,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     let cannot = |error| Error::io(format!("cannot read {}", path.display()), error);
@@ -162,7 +162,7 @@ fn build(
     (file_name, file): (&[u8], Inode),
     ranges: DataRanges,
     fill: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     check_options(name, options)?;

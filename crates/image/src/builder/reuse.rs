@@ -2,7 +2,7 @@ use std::collections::HashMap;
 
 use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore, Result};
 
-use super::Options;
+use super::BuildOptions;
 use crate::{Codec, Limits, catalog, manifest::Manifest};
 
 /// Chunks that the store already holds and a build need not store again.
@@ -32,7 +32,7 @@ pub(super) struct KnownChunk {
 impl Known {
     /// Reads the manifests of `store` that this host trusts, in the order of their digests. If
     /// two contain a chunk, the first wins, so that the same store gives the same image.
-    pub(super) fn read(store: &impl ObjectStore, options: &Options) -> Result<Self> {
+    pub(super) fn read(store: &impl ObjectStore, options: &BuildOptions) -> Result<Self> {
         let mut known = Self::default();
         let Some(provenance) = options.provenance.as_ref().filter(|_| options.reuse) else {
             return Ok(known);

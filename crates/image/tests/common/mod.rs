@@ -17,13 +17,13 @@ pub fn store() -> (tempfile::TempDir, Directory) {
     (folder, store)
 }
 
-pub fn options() -> builder::Options {
-    builder::Options { level: 1, threads: Some(2), ..builder::Options::default() }
+pub fn options() -> builder::BuildOptions {
+    builder::BuildOptions { level: 1, threads: Some(2), ..builder::BuildOptions::default() }
 }
 
 /// The options of a host that has always used `store`.
-pub fn options_with(store: &Directory) -> builder::Options {
-    builder::Options { provenance: Some(provenance(store)), ..options() }
+pub fn options_with(store: &Directory) -> builder::BuildOptions {
+    builder::BuildOptions { provenance: Some(provenance(store)), ..options() }
 }
 
 /// The provenance records of that host.

@@ -43,7 +43,7 @@ impl Prepared {
     /// Builds the image `name` of `tree` and prepares it.
     fn build(&self, tree: &std::path::Path, name: &str) -> Digest {
         let store = Directory::create(self.state.store()).unwrap();
-        let options = builder::Options::default();
+        let options = builder::BuildOptions::default();
         let report = builder::from_directory(&store, name, tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
         let folder = self.state.image(&digest);

@@ -24,7 +24,7 @@ use burgeon_block::{
 
 use super::{
     super::{
-        Options, Report,
+        BuildOptions, Report,
         assemble::{Assembled, Assembler, Extent, Origin, Placed},
         check_options, manifest_of,
         meter::Meter,
@@ -65,7 +65,7 @@ impl Layers {
         &self,
         archive: impl Read + Send,
         number: u32,
-        options: &Options,
+        options: &BuildOptions,
     ) -> Result<Description> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = options.threads.unwrap_or(cores + 1).min(THREADS_MAX);
@@ -75,7 +75,7 @@ impl Layers {
             let read = AtomicU64::new(0);
             let mut input = TarInput::new(one, self.meter(), WAVE_LEN, &read);
             let (known, meter) = (Known::default(), Meter::new(&|_, _| ()));
-            let Options { level, checksum, .. } = *options;
+            let BuildOptions { level, checksum, .. } = *options;
             let assembler =
                 Assembler { level, checksum, known: &known, meter: &meter, derived: true };
             let assembled = assembler.run(&mut input, PackWriter::none())?;
@@ -127,7 +127,7 @@ pub fn describe_layers(
     store: &impl ObjectStore,
     name: &str,
     layers: Vec<Description>,
-    options: &Options,
+    options: &BuildOptions,
     object: OnDescribed<'_>,
 ) -> Result<Report> {
     check_options(name, options)?;

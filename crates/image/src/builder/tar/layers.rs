@@ -22,8 +22,8 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, MemoryMeter, ObjectStore, Resu
 
 use super::{
     super::{
-        OnProgress, Options, Progress, Report, assemble::Assembler, check_options, manifest_of,
-        meter::Meter, pool, publish, reuse::Known, writing,
+        BuildOptions, OnProgress, Progress, Report, assemble::Assembler, check_options,
+        manifest_of, meter::Meter, pool, publish, reuse::Known, writing,
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
     entry::TarEntry,
@@ -232,7 +232,7 @@ pub fn from_layers(
     store: &impl ObjectStore,
     name: &str,
     layers: Vec<Layer>,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     check_options(name, options)?;
@@ -272,7 +272,7 @@ pub fn from_layers(
                 bytes: Arc::clone(&bytes),
             };
             let mut input = TarInput::new(wanted, &meter, WAVE_LEN, &entries);
-            let Options { level, checksum, .. } = *options;
+            let BuildOptions { level, checksum, .. } = *options;
             let meter = &progress;
             let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
             let assembled =

@@ -15,7 +15,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Result};
 
 use super::{
     super::{
-        Options, Xattrs,
+        BuildOptions, Xattrs,
         assemble::{Assembled, Extent, NOWHERE, Origin, Placed},
         xattrs,
     },
@@ -74,7 +74,12 @@ impl Layers {
     /// Describes layer `number` of the image, which consists of `files` in the archive's order.
     ///
     /// Errors: `Corrupt` for impossible files, `Invalid` beyond a limit.
-    pub fn list(&self, files: &[Listed], number: u32, options: &Options) -> Result<Description> {
+    pub fn list(
+        &self,
+        files: &[Listed],
+        number: u32,
+        options: &BuildOptions,
+    ) -> Result<Description> {
         let mut entries = Vec::with_capacity(files.len());
         let mut amount = Amount::default();
         for file in files {
@@ -231,7 +236,7 @@ impl Sketch {
         self.end - u64::from(len)
     }
 
-    fn finish(self, options: &Options) -> Assembled {
+    fn finish(self, options: &BuildOptions) -> Assembled {
         let mut next = 0;
         let mut chunks = Vec::with_capacity(self.chunks.len());
         for len in self.chunks {

@@ -43,7 +43,7 @@ use self::{
     tree::ArchiveTree,
 };
 use super::{
-    OnProgress, Options, Progress, Report,
+    BuildOptions, OnProgress, Progress, Report,
     assemble::{Assembler, Input, Origin, Piece, Wave},
     check_options, manifest_of,
     meter::Meter,
@@ -73,7 +73,7 @@ pub fn from_tar(
     name: &str,
     archive: impl Read + Send + 'static,
     len: Option<u64>,
-    options: &Options,
+    options: &BuildOptions,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
     check_options(name, options)?;
@@ -100,7 +100,7 @@ pub fn from_tar(
             let tree = ArchiveTree::new(layers.meter());
             let one = OneArchive { archive, layers: &layers, tree };
             let mut input = TarInput::new(one, layers.meter(), WAVE_LEN, &entries);
-            let Options { level, checksum, .. } = *options;
+            let BuildOptions { level, checksum, .. } = *options;
             let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
             let assembled =
                 write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
