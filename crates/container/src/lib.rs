@@ -19,6 +19,6 @@ mod users;
 
 pub use self::{
     process::Process,
-    spec::{Network, Options, config},
+    spec::{ContainerOptions, Network, config},
     users::User,
 };

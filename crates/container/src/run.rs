@@ -47,7 +47,7 @@ use serde::{Deserialize, Serialize};
 use self::signals::Signals;
 use crate::{
     process::Process,
-    spec::{Network, Options, volumes},
+    spec::{ContainerOptions, Network, volumes},
 };
 
 /// The internal verbs of the processes.
@@ -62,7 +62,7 @@ const NOT_RUN: u8 = 125;
 #[derive(Serialize, Deserialize)]
 struct Job {
     process: Process,
-    options: Options,
+    options: ContainerOptions,
     /// Paths that are empty and writable.
     volumes: Vec<String>,
 }
@@ -76,7 +76,12 @@ pub fn leave_mount_namespace() -> Result<()> {
 
 /// Runs `process` with the mount at `root`; returns its exit code, 128 and the signal's number if
 /// a signal ended it.
-pub fn run(process: Process, settings: &Settings, options: Options, root: &Path) -> Result<u8> {
+pub fn run(
+    process: Process,
+    settings: &Settings,
+    options: ContainerOptions,
+    root: &Path,
+) -> Result<u8> {
     let volumes = match options.read_only {
         true => volumes(settings).cloned().collect(),
         false => Vec::new(),

@@ -20,7 +20,7 @@ pub enum Network {
 
 /// The user's choices for a container.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Options {
+pub struct ContainerOptions {
     /// Its network.
     pub network: Network,
     /// The root is read-only; the image's volumes are empty and writable.
@@ -32,7 +32,7 @@ pub struct Options {
 }
 
 /// The configuration of a bundle whose root is `rootfs`.
-pub fn config(process: &Process, settings: &Settings, options: &Options) -> Value {
+pub fn config(process: &Process, settings: &Settings, options: &ContainerOptions) -> Value {
     let names: Vec<&str> = CAPABILITIES.iter().map(|(name, _)| *name).collect();
     let mut namespaces = vec!["pid", "ipc", "uts", "mount"];
     if options.network == Network::None {
@@ -116,7 +116,7 @@ pub(crate) fn volumes(settings: &Settings) -> impl Iterator<Item = &String> {
 mod tests {
     use burgeon_oci::Settings;
 
-    use super::{Network, Options, config, volumes};
+    use super::{ContainerOptions, Network, config, volumes};
     use crate::{process::Process, users::User};
 
     #[test]
@@ -131,7 +131,8 @@ mod tests {
         };
         assert_eq!(volumes(&settings).collect::<Vec<_>>(), ["/data"]);
         let config = |network, read_only| {
-            let options = Options { network, read_only, terminal: false, hostname: "h".into() };
+            let options =
+                ContainerOptions { network, read_only, terminal: false, hostname: "h".into() };
             config(&process, &settings, &options)
         };
         let has = |config: &serde_json::Value, kind: &str| {

@@ -84,7 +84,7 @@ pub struct Work<'a> {
     pub tags: Tags<'a>,
     /// The documents that this host keeps; this crate only reads them.
     pub documents: &'a Documents,
-    /// BuildOptions of the build.
+    /// Options of the build.
     pub options: &'a BuildOptions,
     /// Takes the layers that are read to their end.
     pub read: &'a ReadLayers,

@@ -18,7 +18,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_container::{Options, Process};
+use burgeon_container::{ContainerOptions, Process};
 use burgeon_oci::{Settings, Source};
 use rustix::fs::OFlags;
 use serde_json::json;
@@ -129,7 +129,7 @@ fn fill(context: &Context, args: &Bundle, rootfs: &Path) -> Result<ExitCode> {
     let (mounted, target) = mount::place(context, choices.mount(context, &args.image, rootfs))?;
     let configured =
         choices.process(context, &args.image, &target).and_then(|(settings, process)| {
-            let options = Options {
+            let options = ContainerOptions {
                 network: args.network.into(),
                 read_only: choices.read_only,
                 terminal: args.tty,

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::Error;
-use burgeon_container::{Options, run};
+use burgeon_container::{ContainerOptions, run};
 use burgeon_daemon::Client;
 use rustix::mount::{MountFlags, mount};
 
@@ -30,7 +30,7 @@ pub(super) fn run(context: &Context, args: &Run) -> Result<ExitCode> {
     let choices = &args.choices;
     let (_, target) = mount::place(context, choices.mount(context, &args.image, &point))?;
     let code = choices.process(context, &args.image, &target).and_then(|(settings, process)| {
-        let options = Options {
+        let options = ContainerOptions {
             network: args.network.into(),
             read_only: choices.read_only,
             terminal: false,

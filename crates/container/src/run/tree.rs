@@ -24,7 +24,7 @@ use rustix::{
 
 use crate::{
     defaults::{FILE_SYSTEMS, FileSystem, MASKED, NETWORK_FILES, READ_ONLY},
-    spec::{Network, Options},
+    spec::{ContainerOptions, Network},
 };
 
 /// Devices of each container: name, major and minor number.
@@ -47,7 +47,7 @@ const LINKS: [(&str, &str); 5] = [
 
 /// Makes the mount at `root` the root of this process's mount namespace, which has no other tree
 /// then. Files of the host that a container in its network needs come along.
-pub(crate) fn enter(root: &Path, options: &Options) -> Result<()> {
+pub(crate) fn enter(root: &Path, options: &ContainerOptions) -> Result<()> {
     let failed = |errno: Errno| Error::io("cannot enter the container's root", errno.into());
     let files = match options.network {
         Network::Host => NETWORK_FILES.iter().filter_map(copy_of_mount).collect(),

@@ -59,7 +59,7 @@ use crate::{
     profile::{Profile, profile_object},
 };
 
-/// BuildOptions of a build.
+/// Options of a build.
 #[derive(Clone, Debug)]
 pub struct BuildOptions {
     /// zstd level, 1 to 22.
