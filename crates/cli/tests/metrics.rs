@@ -18,7 +18,7 @@ use std::{
 
 use burgeon_block::Counters;
 use burgeon_metrics::{
-    CacheNow, CacheValues, Disk, Disks, MountNow, Snapshot, Totals, Values, render,
+    CacheNow, CacheValues, DiskNow, Disks, MountNow, Snapshot, Totals, Values, render,
 };
 use serde_json::Value;
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
@@ -419,7 +419,7 @@ fn troubled(seconds: u64) -> String {
     // Its totals are from long ago.
     let snapshot = snapshot.with_totals(&totals);
     let snapshot = Snapshot { cache, server_starts: seconds, written_unix_seconds: 1, ..snapshot };
-    let disk = Disk { endurance_used_percent: Some(95), ..Disk::default() };
+    let disk = DiskNow { endurance_used_percent: Some(95), ..DiskNow::default() };
     render(Some(&snapshot), &Disks { seen_unix_seconds: 1, disks: vec![disk] })
 }
 

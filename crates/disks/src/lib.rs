@@ -22,6 +22,6 @@ pub use kernel::{KernelDisk, disks};
 pub use record::{DiskRecord, DriveTotal, Figures, Observation, Sectors, UnitOrigin};
 pub use report::{DriveReport, Figure, REPORT_MAX, Trouble, Unit};
 pub use smartctl::Smartctl;
-pub use state::{Locked, STATE_MAX, State};
-pub use survey::{Disk, survey};
+pub use state::{DiskRecords, Locked, STATE_MAX};
+pub use survey::{SurveyedDisk, survey};
 pub use units::{CANDIDATES, Evidence, UnitMatch, Window};

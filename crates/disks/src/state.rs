@@ -36,12 +36,12 @@ const LOCK_TIME: Duration = Duration::from_secs(10);
 
 /// The records of all disks, by identity.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct State {
+pub struct DiskRecords {
     /// The records.
     pub disks: BTreeMap<String, DiskRecord>,
 }
 
-impl State {
+impl DiskRecords {
     /// Reads the bytes of a state file.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let damaged = |why: &str| Error::new(ErrorKind::Corrupt, format!("it is damaged: {why}"));
@@ -93,7 +93,7 @@ impl State {
 #[derive(Debug)]
 pub struct Locked {
     folder: PathBuf,
-    state: State,
+    state: DiskRecords,
     _lock: File,
 }
 
@@ -116,7 +116,7 @@ impl Locked {
     }
 
     /// The records, to be continued.
-    pub fn state(&mut self) -> &mut State {
+    pub fn state(&mut self) -> &mut DiskRecords {
         &mut self.state
     }
 
@@ -172,24 +172,26 @@ fn take_lock(path: &Path) -> Result<File> {
     }
 }
 
-fn read_one(path: &Path) -> Result<State> {
+fn read_one(path: &Path) -> Result<DiskRecords> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let file = open(path, OpenOptions::new().read(true)).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(STATE_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
-    State::decode(&bytes)
+    DiskRecords::decode(&bytes)
         .map_err(|e| Error::with_source(e.kind(), format!("cannot read {}", path.display()), e))
 }
 
 /// The state, or the one before if that is damaged: the kernel's counters bridge the difference.
-fn read(folder: &Path) -> Result<State> {
+fn read(folder: &Path) -> Result<DiskRecords> {
     let damaged = match read_one(&folder.join("state")) {
         Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => e,
         other => return other,
     };
     match (damaged.kind(), read_one(&folder.join("state.old"))) {
         (_, Ok(state)) => Ok(state),
-        (ErrorKind::NotFound, Err(e)) if e.kind() == ErrorKind::NotFound => Ok(State::default()),
+        (ErrorKind::NotFound, Err(e)) if e.kind() == ErrorKind::NotFound => {
+            Ok(DiskRecords::default())
+        }
         (ErrorKind::NotFound, Err(e)) => Err(e),
         _ => {
             let what = format!(
@@ -207,15 +209,15 @@ mod tests {
 
     use burgeon_block::ErrorKind;
 
-    use super::{DISKS_MAX, Locked, State};
+    use super::{DISKS_MAX, DiskRecords, Locked};
 
-    fn with(key: &str, last_s: u64) -> State {
-        let mut state = State::default();
+    fn with(key: &str, last_s: u64) -> DiskRecords {
+        let mut state = DiskRecords::default();
         state.record(key).last_s = last_s;
         state
     }
 
-    fn publish(folder: &Path, state: State) {
+    fn publish(folder: &Path, state: DiskRecords) {
         let mut locked = Locked::open(folder).unwrap();
         *locked.state() = state;
         locked.publish().unwrap();
@@ -234,7 +236,7 @@ mod tests {
             let mut damaged = sound.clone();
             damaged[at] ^= 4;
             // A later version may have made it.
-            if State::decode(&damaged).is_err_and(|e| e.kind() != ErrorKind::Corrupt) {
+            if DiskRecords::decode(&damaged).is_err_and(|e| e.kind() != ErrorKind::Corrupt) {
                 continue;
             }
             fs::write(folder.join("state"), &damaged).unwrap();
@@ -283,13 +285,13 @@ mod tests {
 
     #[test]
     fn the_number_of_records_is_bounded() {
-        let mut state = State::default();
+        let mut state = DiskRecords::default();
         for n in 0..DISKS_MAX as u64 + 5 {
             state.record(&n.to_string()).last_s = n;
         }
         assert_eq!(state.disks.len(), DISKS_MAX);
         assert!(!state.disks.contains_key("0") && state.disks.contains_key("1028"));
         let bytes = state.encode().unwrap();
-        assert_eq!(State::decode(&bytes).unwrap(), state);
+        assert_eq!(DiskRecords::decode(&bytes).unwrap(), state);
     }
 }

@@ -24,7 +24,7 @@ const THREADS: usize = 8;
 
 /// One disk with all of its figures.
 #[derive(Clone, PartialEq, Debug, Serialize)]
-pub struct Disk {
+pub struct SurveyedDisk {
     /// Its name now.
     pub name: String,
     /// Model, or empty.
@@ -53,7 +53,7 @@ pub fn survey(
     disks: &[KernelDisk],
     smartctl: Option<&Smartctl>,
     folder: &Path,
-) -> Result<Vec<Result<Disk>>> {
+) -> Result<Vec<Result<SurveyedDisk>>> {
     let boot = boot_id()?;
     let next = AtomicUsize::new(0);
     let work = || {
@@ -147,7 +147,7 @@ fn shown(
     seen: &Observation,
     mut notes: Vec<String>,
     is_kept: bool,
-) -> Disk {
+) -> SurveyedDisk {
     let figures = record.observe(seen);
     let drive = seen.drive.clone().unwrap_or_default();
     let DriveReport { read, written, power_on_hours, .. } = &drive;
@@ -161,7 +161,7 @@ fn shown(
         );
     }
     let either = |one: &str, other: &str| if one.is_empty() { other } else { one }.to_owned();
-    Disk {
+    SurveyedDisk {
         name: disk.name.clone(),
         model: either(&drive.model, &disk.model),
         serial: either(&drive.serial, &disk.serial),

@@ -12,13 +12,13 @@ pub struct Disks {
     /// The time of the survey, in seconds since 1970.
     pub seen_unix_seconds: u64,
     /// The disks.
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DiskNow>,
 }
 
 /// A disk. Bytes of the drive's life are missing if their unit is not certain.
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
 #[serde(default)]
-pub struct Disk {
+pub struct DiskNow {
     /// Its name now.
     pub name: String,
     /// Model, or empty.

@@ -5,9 +5,9 @@
 //! identity alone: `burgeon_mount_info` has the rest. Two hundred mounts give at most 5,000 series.
 
 use crate::{
-    Disk, MountNow, Snapshot, Tier, Values,
+    DiskNow, MountNow, Snapshot, Tier, Values,
     disks::DISKS_MAX,
-    format::{Exported, Family, Kind, Samples},
+    format::{Exported, Family, FamilyKind, Samples},
     values::BOUNDS,
 };
 
@@ -28,7 +28,7 @@ fn mounts_now(source: &Exported<'_>, mut show: impl FnMut(&MountNow)) {
     daemon(source, |it| it.mounts_now.iter().for_each(&mut show));
 }
 
-fn disks(source: &Exported<'_>, mut show: impl FnMut(&[&str], &Disk)) {
+fn disks(source: &Exported<'_>, mut show: impl FnMut(&[&str], &DiskNow)) {
     let shown = source.disks.disks.iter().take(DISKS_MAX);
     shown.for_each(|disk| show(&[&disk.name, &disk.model, &disk.serial], disk));
 }
@@ -54,7 +54,13 @@ const DISK: &[&str] = &["disk", "model", "serial"];
 
 macro_rules! family {
     ($name:literal, $kind:ident, $labels:expr, $help:literal, $samples:expr) => {
-        Family { name: $name, kind: Kind::$kind, labels: $labels, help: $help, samples: $samples }
+        Family {
+            name: $name,
+            kind: FamilyKind::$kind,
+            labels: $labels,
+            help: $help,
+            samples: $samples,
+        }
     };
 }
 

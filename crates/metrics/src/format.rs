@@ -8,7 +8,7 @@ use crate::{Disks, Snapshot, label::label};
 
 /// The kind of a family.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum FamilyKind {
     /// It never goes down, and outlives processes.
     Counter,
     /// It goes up and down.
@@ -17,7 +17,7 @@ pub enum Kind {
     Histogram,
 }
 
-impl Kind {
+impl FamilyKind {
     /// Its name in the text.
     pub fn name(self) -> &'static str {
         match self {
@@ -34,7 +34,7 @@ pub struct Family {
     /// Its name.
     pub name: &'static str,
     /// Its kind.
-    pub kind: Kind,
+    pub kind: FamilyKind,
     /// Its labels, in order.
     pub labels: &'static [&'static str],
     /// Its meaning.

@@ -21,10 +21,10 @@ mod snapshot;
 mod totals;
 mod values;
 
-pub use disks::{DISKS_MAX, Disk, Disks};
+pub use disks::{DISKS_MAX, DiskNow, Disks};
 pub use exposition::render;
 pub use families::FAMILIES;
-pub use format::{Family, Kind};
+pub use format::{Family, FamilyKind};
 pub use snapshot::{CacheNow, MOUNTS_MAX, MountNow, Snapshot};
 pub use totals::{OTHER_STORES, STORES_MAX, TOTALS_MAX, Totals};
 pub use values::{BOUNDS, CacheValues, Tier, Values};

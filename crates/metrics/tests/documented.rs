@@ -9,8 +9,8 @@ use std::{
 };
 
 use burgeon_metrics::{
-    CacheNow, DISKS_MAX, Disk, Disks, FAMILIES, MountNow, STORES_MAX, Snapshot, TOTALS_MAX, Totals,
-    Values, render,
+    CacheNow, DISKS_MAX, DiskNow, Disks, FAMILIES, MountNow, STORES_MAX, Snapshot, TOTALS_MAX,
+    Totals, Values, render,
 };
 
 /// The rows of the tables: name, type, labels, meaning.
@@ -64,12 +64,12 @@ fn full(mounts: usize) -> String {
         cache_now: Some(CacheNow { hit_in_an_hour: 1, ..CacheNow::default() }),
         ..Snapshot::default()
     };
-    let disk = |number: usize| Disk {
+    let disk = |number: usize| DiskNow {
         name: format!("sd{number}"),
         life_read_bytes: Some(1),
         life_written_bytes: Some(1),
         endurance_used_percent: Some(1),
-        ..Disk::default()
+        ..DiskNow::default()
     };
     let disks = Disks { seen_unix_seconds: 1, disks: (0..DISKS_MAX + 9).map(disk).collect() };
     render(Some(&snapshot.with_totals(&totals)), &disks)

@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use burgeon_disks::{DiskRecord, DriveReport, Observation, Sectors, State};
+use burgeon_disks::{DiskRecord, DiskRecords, DriveReport, Observation, Sectors};
 use burgeon_fuzz::edits;
 use libfuzzer_sys::fuzz_target;
 
@@ -37,10 +37,10 @@ fn follow(mut record: DiskRecord, reports: &[DriveReport]) {
         record.observe(&observation(n as u64 + 1, report.clone()));
         assert!(record.read_bytes >= read && record.written_bytes >= written);
     }
-    let mut state = State::default();
+    let mut state = DiskRecords::default();
     *state.record("key") = record;
     let bytes = state.encode().expect("a state encodes");
-    assert_eq!(State::decode(&bytes).expect("and decodes"), state);
+    assert_eq!(DiskRecords::decode(&bytes).expect("and decodes"), state);
 }
 
 /// The state `body` with a sound digest.
@@ -53,7 +53,7 @@ fuzz_target!(|input: &[u8]| {
     let Some((how, rest)) = input.split_first() else { return };
     let mut report = REPORT.as_bytes().to_vec();
     let base = DriveReport::parse(&report).expect("the sample is sound");
-    let mut state = State::default();
+    let mut state = DiskRecords::default();
     let record = state.record("key");
     for n in 1..4 {
         record.observe(&observation(n, base.clone()));
@@ -69,8 +69,8 @@ fuzz_target!(|input: &[u8]| {
     }
     let reports: Vec<_> = DriveReport::parse(&report).into_iter().chain([base]).collect();
     assert!(reports.iter().all(|report| report.model.len() <= 64 && report.serial.len() <= 64));
-    let _ = State::decode(rest);
-    if let Ok(state) = State::decode(&sealed(&body)) {
+    let _ = DiskRecords::decode(rest);
+    if let Ok(state) = DiskRecords::decode(&sealed(&body)) {
         state.disks.into_values().for_each(|record| follow(record, &reports));
     }
 });

@@ -131,7 +131,7 @@ const FUZZED: &[(&str, &str)] = &[
     ("compressed", "build("),
     ("derived", "Table::decode("),
     ("disks", "DriveReport::parse("),
-    ("disks", "State::decode("),
+    ("disks", "DiskRecords::decode("),
     ("documents", "documents("),
     ("extents", "ExtentMap::"),
     ("manifest", "Manifest::decode("),

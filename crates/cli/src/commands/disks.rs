@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::status_socket;
-use burgeon_disks::{Disk, DriveTotal, KernelDisk, Smartctl, UnitOrigin};
+use burgeon_disks::{DriveTotal, KernelDisk, Smartctl, SurveyedDisk, UnitOrigin};
 use burgeon_metrics::Disks as Published;
 use serde_json::json;
 
@@ -67,9 +67,9 @@ pub(super) fn disks(context: &Context, disks: &Disks) -> Result<ExitCode> {
 }
 
 /// Publishes the counters of all disks for `burgeon metrics`, beside the daemon's status socket.
-fn publish(state: &Path, disks: &[Disk]) -> Result<()> {
+fn publish(state: &Path, disks: &[SurveyedDisk]) -> Result<()> {
     let folder = status_socket::make_folder(state)?;
-    let exported = disks.iter().map(|disk| burgeon_metrics::Disk {
+    let exported = disks.iter().map(|disk| burgeon_metrics::DiskNow {
         name: disk.name.clone(),
         model: disk.model.clone(),
         serial: disk.serial.clone(),
@@ -99,7 +99,7 @@ fn named(all: Vec<KernelDisk>, names: &[String]) -> Result<Vec<KernelDisk>> {
     Ok(all.into_iter().filter(is_wanted).collect())
 }
 
-fn print(disks: &[Disk], has_smartctl: bool) {
+fn print(disks: &[SurveyedDisk], has_smartctl: bool) {
     if disks.is_empty() {
         println!("this host has no disks");
         return;
@@ -127,7 +127,7 @@ fn print(disks: &[Disk], has_smartctl: bool) {
     }
 }
 
-fn row(disk: &Disk) -> Vec<String> {
+fn row(disk: &SurveyedDisk) -> Vec<String> {
     let drive = &disk.drive;
     let unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
     let known = |text: &str| unknown(Some(text.to_owned()).filter(|text| !text.is_empty()));
