@@ -110,7 +110,7 @@ pub fn matches(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::{ContainerForm, Containers, matches, repository};
-    use crate::model::{Kind, Labels, Snapshots};
+    use crate::model::{Labels, SnapshotKind, Snapshots};
 
     #[test]
     fn a_repository_is_the_name_without_tag_and_digest() {
@@ -136,7 +136,8 @@ mod tests {
         let labels = |key: &str, value: &str| Labels::from([(key.to_owned(), value.to_owned())]);
         let image = labels(super::IMAGE, "r.example/team/app:1");
         let now = std::time::SystemTime::UNIX_EPOCH;
-        let parent = Snapshots::default().plan_create(Kind::View, "c", None, image, now).unwrap();
+        let parent =
+            Snapshots::default().plan_create(SnapshotKind::View, "c", None, image, now).unwrap();
         let of = |containers: &Containers, key: &str, label: Option<&str>| {
             let labels = label.map(|form| labels(super::LABEL, form)).unwrap_or_default();
             containers.is_native(key, &labels, &parent)

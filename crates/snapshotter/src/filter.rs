@@ -246,7 +246,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::Filter;
-    use crate::model::{Kind, Labels, Snapshot};
+    use crate::model::{Labels, Snapshot, SnapshotKind};
 
     fn snapshot() -> Snapshot {
         let labels = [("containerd.io/snapshot.ref", "sha256:ab"), ("foo", "b a,r"), ("e", "")];
@@ -255,7 +255,7 @@ mod tests {
             id: 1,
             name: "default/3/a".into(),
             parent: Some("p".into()),
-            kind: Kind::Committed,
+            kind: SnapshotKind::Committed,
             labels: Labels::from(labels),
             created: SystemTime::UNIX_EPOCH,
             updated: SystemTime::UNIX_EPOCH,

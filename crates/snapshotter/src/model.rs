@@ -39,7 +39,7 @@ pub const SOURCES_MAX: usize = 16;
 /// The kind of a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum SnapshotKind {
     /// Read-only, with a parent of its own.
     View,
     /// Writable; can be committed.
@@ -48,7 +48,7 @@ pub enum Kind {
     Committed,
 }
 
-impl Kind {
+impl SnapshotKind {
     /// Its name in filters.
     pub fn name(self) -> &'static str {
         match self {
@@ -95,7 +95,7 @@ pub struct Snapshot {
     /// The name of its parent.
     pub parent: Option<String>,
     /// Its kind.
-    pub kind: Kind,
+    pub kind: SnapshotKind,
     /// The labels that containerd gave it.
     pub labels: Labels,
     /// When it was prepared or committed.
@@ -167,7 +167,7 @@ impl Snapshots {
     /// Checks that `name` can become a view or an active snapshot over `parent`.
     pub fn plan_create(
         &mut self,
-        kind: Kind,
+        kind: SnapshotKind,
         name: &str,
         parent: Option<&str>,
         labels: Labels,
@@ -204,7 +204,7 @@ impl Snapshots {
             return Err(Refusal::Full(what));
         }
         if let Some(parent) = parent {
-            if self.get(parent)?.kind != Kind::Committed {
+            if self.get(parent)?.kind != SnapshotKind::Committed {
                 let what = format!("the parent {parent:?} is not committed");
                 return Err(Refusal::Invalid(what));
             }
@@ -228,7 +228,7 @@ impl Snapshots {
     ) -> Result<Snapshot, Refusal> {
         self.check_new(name, &labels)?;
         let old = self.get(key)?;
-        if old.kind != Kind::Active {
+        if old.kind != SnapshotKind::Active {
             let what = format!("{key:?} is {}, not active", old.kind.name());
             return Err(Refusal::Precondition(what));
         }
@@ -238,7 +238,7 @@ impl Snapshots {
         }
         Ok(Snapshot {
             name: name.to_owned(),
-            kind: Kind::Committed,
+            kind: SnapshotKind::Committed,
             labels,
             created: now,
             updated: now,
@@ -270,9 +270,9 @@ impl Snapshots {
             known.updated = now;
             return Ok(known);
         }
-        let planned = self.plan_create(Kind::View, chain, parent, labels, now)?;
+        let planned = self.plan_create(SnapshotKind::View, chain, parent, labels, now)?;
         Ok(Snapshot {
-            kind: Kind::Committed,
+            kind: SnapshotKind::Committed,
             usage: Some(Usage::default()),
             remote: Some(Remote { sources: vec![source] }),
             ..planned
@@ -382,7 +382,7 @@ impl Snapshots {
             let remote = lineage.into_iter().find(|below| below.remote.is_some());
             remote.is_some_and(|remote| remote.id == id)
         };
-        let users = self.iter().filter(|one| one.kind != Kind::Committed).filter(is_above);
+        let users = self.iter().filter(|one| one.kind != SnapshotKind::Committed).filter(is_above);
         users.map(|one| one.name.clone()).collect()
     }
 

@@ -19,7 +19,7 @@ use rustix::fs::statvfs;
 use crate::{
     api, difference,
     disk::RootAttributes,
-    model::{Kind, Labels, Native, Remote, Snapshot, Usage},
+    model::{Labels, Native, Remote, Snapshot, SnapshotKind, Usage},
     overlay, remote,
     snapshotter::{Answer, Snapshotter},
 };
@@ -34,12 +34,13 @@ impl Snapshotter {
     /// that.
     pub(crate) fn choose_native(
         &self,
-        kind: Kind,
+        kind: SnapshotKind,
         key: &str,
         parent: Option<&str>,
         labels: &Labels,
     ) -> std::result::Result<(), Option<String>> {
-        let (Some(parent), Kind::Active, false) = (parent, kind, labels.contains_key(remote::REF))
+        let (Some(parent), SnapshotKind::Active, false) =
+            (parent, kind, labels.contains_key(remote::REF))
         else {
             return Err(None);
         };
@@ -68,7 +69,7 @@ impl Snapshotter {
         let used = used(&self.native_at(snapshot.id))?;
         let _taken = self.take(&[&snapshot.name], None)?;
         let mut now = self.stat(&snapshot.name)?;
-        if now.id == snapshot.id && now.kind == Kind::Active {
+        if now.id == snapshot.id && now.kind == SnapshotKind::Active {
             now.native = Some(Native { used_at_first: Some(used) });
             self.disk.write(&now)?;
             self.lock().put(Some(&snapshot.name), now);

@@ -15,7 +15,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
     api,
-    model::{Kind, Labels},
+    model::{Labels, SnapshotKind},
 };
 
 /// containerd maps the ids of these mounts itself if the options say so, which it asks for by labels.
@@ -40,13 +40,13 @@ impl Options {
 
 /// The mounts of a snapshot whose parents' folders are `lower`, the nearest first.
 pub(crate) fn mounts(
-    kind: Kind,
+    kind: SnapshotKind,
     labels: &Labels,
     own: &Path,
     mut lower: Vec<PathBuf>,
     options: Options,
 ) -> Vec<api::Mount> {
-    let is_view = kind == Kind::View;
+    let is_view = kind == SnapshotKind::View;
     if lower.is_empty() || is_view && lower.len() == 1 {
         let source = lower.pop().unwrap_or_else(|| own.join("fs"));
         let access = if is_view { "ro" } else { "rw" };
@@ -109,9 +109,9 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use super::{Options, mapped_root, mounts};
-    use crate::model::{Kind, Labels};
+    use crate::model::{Labels, SnapshotKind};
 
-    fn shown(kind: Kind, labels: &Labels, lower: &[&str]) -> String {
+    fn shown(kind: SnapshotKind, labels: &Labels, lower: &[&str]) -> String {
         let lower = lower.iter().map(PathBuf::from).collect();
         let all = mounts(kind, labels, Path::new("/r/9"), lower, Options { has_index: true });
         let [mount] = all.as_slice() else { panic!("{all:?}") };
@@ -122,16 +122,16 @@ mod tests {
     fn each_kind_has_its_mounts() {
         let none = Labels::new();
         let cases = [
-            (Kind::Active, &[][..], "bind /r/9/fs rw rbind"),
-            (Kind::View, &[], "bind /r/9/fs ro rbind"),
-            (Kind::View, &["/r/1/fs"], "bind /r/1/fs ro rbind"),
+            (SnapshotKind::Active, &[][..], "bind /r/9/fs rw rbind"),
+            (SnapshotKind::View, &[], "bind /r/9/fs ro rbind"),
+            (SnapshotKind::View, &["/r/1/fs"], "bind /r/1/fs ro rbind"),
             (
-                Kind::View,
+                SnapshotKind::View,
                 &["/r/2/fs", "/r/1/fs"],
                 "overlay overlay index=off lowerdir=/r/2/fs:/r/1/fs",
             ),
             (
-                Kind::Active,
+                SnapshotKind::Active,
                 &["/r/1/fs"],
                 "overlay overlay index=off workdir=/r/9/work upperdir=/r/9/fs lowerdir=/r/1/fs",
             ),
@@ -143,7 +143,7 @@ mod tests {
         let labels =
             maps.map(|(id, map)| (format!("containerd.io/snapshot/{id}mapping"), map.into()));
         assert_eq!(
-            shown(Kind::Active, &labels.into(), &[]),
+            shown(SnapshotKind::Active, &labels.into(), &[]),
             "bind /r/9/fs rw rbind uidmap=0:100000:65536 gidmap=0:200000:65536"
         );
         assert_eq!(mapped_root(&none).unwrap(), None);

@@ -56,7 +56,7 @@ mod tests {
     use burgeon_block::ErrorKind;
 
     use super::{RECORD_MAX, decode, encode};
-    use crate::model::{Kind, LABEL_BYTES_MAX, Labels, NAME_MAX, Snapshot};
+    use crate::model::{LABEL_BYTES_MAX, Labels, NAME_MAX, Snapshot, SnapshotKind};
 
     fn snapshot(name: String, labels: Labels) -> Snapshot {
         let now = SystemTime::now();
@@ -65,7 +65,7 @@ mod tests {
             id: 7,
             name,
             parent,
-            kind: Kind::Active,
+            kind: SnapshotKind::Active,
             labels,
             created: now,
             updated: now,

@@ -21,7 +21,7 @@ use tonic_prost::ProstCodec;
 use crate::{
     api::{self, SERVICE},
     filter::Filter,
-    model::{Kind, Labels, Refusal, Snapshot},
+    model::{Labels, Refusal, Snapshot, SnapshotKind},
     snapshotter::{Answer, Failure, Snapshotter},
 };
 
@@ -60,8 +60,8 @@ impl Service {
             self.mounting = None;
         }
         Ok(match method.as_str() {
-            "Prepare" => self.call(request, |all, r| create(all, Kind::Active, r)).await,
-            "View" => self.call(request, |all, r| create(all, Kind::View, r)).await,
+            "Prepare" => self.call(request, |all, r| create(all, SnapshotKind::Active, r)).await,
+            "View" => self.call(request, |all, r| create(all, SnapshotKind::View, r)).await,
             "Mounts" => {
                 self.call(request, |all, r: api::KeyRequest| {
                     Ok(api::MountsResponse { mounts: all.mounts(&r.key)? })
@@ -207,7 +207,7 @@ where
 
 fn create(
     all: &Snapshotter,
-    kind: Kind,
+    kind: SnapshotKind,
     request: api::CreateRequest,
 ) -> Answer<api::MountsResponse> {
     let labels = Labels::from_iter(request.labels);
@@ -233,9 +233,9 @@ fn info(snapshot: Snapshot) -> api::Info {
         name: snapshot.name,
         parent: snapshot.parent.unwrap_or_default(),
         kind: match snapshot.kind {
-            Kind::View => 1,
-            Kind::Active => 2,
-            Kind::Committed => 3,
+            SnapshotKind::View => 1,
+            SnapshotKind::Active => 2,
+            SnapshotKind::Committed => 3,
         },
         created_at: Some(snapshot.created.into()),
         updated_at: Some(snapshot.updated.into()),

@@ -28,7 +28,7 @@ use crate::{
     disk::{Disk, RootAttributes},
     filter::Filter,
     keys::{NamesInUse, Taken},
-    model::{Kind, Labels, Native, Refusal, Remote, Snapshot, Snapshots, Usage},
+    model::{Labels, Native, Refusal, Remote, Snapshot, SnapshotKind, Snapshots, Usage},
     overlay,
     remote::{self, CLAIM_TIME, LayerChain, Layers},
     walk,
@@ -145,13 +145,13 @@ impl Snapshotter {
     /// Makes an active snapshot or a view, and returns its mounts.
     pub fn create(
         &self,
-        kind: Kind,
+        kind: SnapshotKind,
         key: &str,
         parent: Option<&str>,
         labels: Labels,
     ) -> Answer<Vec<api::Mount>> {
         let why_local = match labels.get(remote::REF).cloned() {
-            Some(chain) if kind == Kind::Active => {
+            Some(chain) if kind == SnapshotKind::Active => {
                 self.lock().check_create(key, parent, &labels)?;
                 match self.claim(&chain, parent, &labels)? {
                     Ok(()) => return Err(Refusal::Exists(format!("{chain:?} is mounted")).into()),
@@ -175,7 +175,7 @@ impl Snapshotter {
     /// Makes a snapshot, with the reasons why it is local, or no native container.
     fn create_as(
         &self,
-        kind: Kind,
+        kind: SnapshotKind,
         key: &str,
         parent: Option<&str>,
         (labels, why_local, why_overlay): (Labels, Option<String>, Option<String>),
@@ -198,7 +198,7 @@ impl Snapshotter {
         (snapshot.why_local, snapshot.why_overlay) = (why_local, why_overlay);
         snapshot.native = is_native.then(Native::default);
         let made = self.root_attributes(&snapshot, above.as_deref()).and_then(|attributes| {
-            self.disk.make_folder(snapshot.id, attributes, kind == Kind::Active)?;
+            self.disk.make_folder(snapshot.id, attributes, kind == SnapshotKind::Active)?;
             self.disk.write(&snapshot)
         });
         if let Err(error) = made {
@@ -257,7 +257,7 @@ impl Snapshotter {
     }
 
     fn mounts_of(&self, snapshot: &Snapshot) -> Answer<Vec<api::Mount>> {
-        if snapshot.kind == Kind::Committed {
+        if snapshot.kind == SnapshotKind::Committed {
             let what = format!("{:?} is committed, and has no mounts", snapshot.name);
             return Err(Refusal::Precondition(what).into());
         }
@@ -339,7 +339,7 @@ impl Snapshotter {
         labels: Labels,
     ) -> Answer<()> {
         let active = self.stat(key)?;
-        let before = match active.native.is_some() && active.kind == Kind::Active {
+        let before = match active.native.is_some() && active.kind == SnapshotKind::Active {
             true => Some(self.ready_to_commit(&active)?),
             false => None,
         };

@@ -15,7 +15,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_snapshotter::{
     Answer, Failure, Snapshotter, api,
     filter::Filter,
-    model::{Kind, Labels, Refusal},
+    model::{Labels, Refusal, SnapshotKind},
     remote::{LayerChain, Layers},
 };
 
@@ -84,7 +84,7 @@ fn prepare(
     chain: &str,
     image: &str,
 ) -> Answer<Vec<api::Mount>> {
-    all.create(Kind::Active, key, parent, labels(chain, image))
+    all.create(SnapshotKind::Active, key, parent, labels(chain, image))
 }
 
 fn exists<T: std::fmt::Debug>(answer: Answer<T>) -> bool {
@@ -102,7 +102,7 @@ fn a_claimed_chain_exists_and_is_found_by_its_label() {
     let filter = ["labels.\"containerd.io/snapshot.ref\"==c2,parent==c1".to_owned()];
     let found = all.list(&Filter::parse(&filter).unwrap());
     assert_eq!(found.len(), 1);
-    assert_eq!((found[0].name.as_str(), found[0].kind), ("c2", Kind::Committed));
+    assert_eq!((found[0].name.as_str(), found[0].kind), ("c2", SnapshotKind::Committed));
     assert_eq!(all.usage("c2").unwrap().bytes, 0);
     // Another image with that chain is another source; the same one is not.
     for image in ["r/other", "r/app"] {
@@ -112,7 +112,8 @@ fn a_claimed_chain_exists_and_is_found_by_its_label() {
     let all = open(root.clone());
     assert_eq!(all.stat("c2").unwrap().remote.unwrap().sources, ["r/app#c2", "r/other#c2"]);
     // Its mount fails: the container is refused with the source, and nothing of it stays.
-    let refused = all.create(Kind::Active, "container", Some("c2"), Labels::new()).unwrap_err();
+    let refused =
+        all.create(SnapshotKind::Active, "container", Some("c2"), Labels::new()).unwrap_err();
     assert!(refused.to_string().contains("r/other#c2 is away"), "{refused}");
     assert!(all.stat("container").is_err());
     for name in ["c2", "c1"] {
@@ -132,7 +133,7 @@ fn an_id_whose_mount_may_be_left_is_not_given_again() {
     assert!(exists(prepare(&all, "k", None, "c1", "r/app")));
     let first = all.stat("c1").unwrap().id;
     // The attempt to mount it makes its mount point, which the cleaner would remove.
-    assert!(all.create(Kind::Active, "container", Some("c1"), Labels::new()).is_err());
+    assert!(all.create(SnapshotKind::Active, "container", Some("c1"), Labels::new()).is_err());
     all.remove("c1").unwrap();
     assert!(root.join(format!("chains/{first}")).exists());
     drop(all);
@@ -164,7 +165,7 @@ fn any_failure_to_claim_makes_a_local_layer() {
     assert_eq!(why("layer"), "it is local");
     prepare(&all, "b", None, "c1", "panic").unwrap();
     let unlabelled = Labels::from([("containerd.io/snapshot.ref".to_owned(), "c1".to_owned())]);
-    all.create(Kind::Active, "c", None, unlabelled).unwrap();
+    all.create(SnapshotKind::Active, "c", None, unlabelled).unwrap();
     assert!(why("c").contains("annotations"), "{}", why("c"));
     // A chain that exists above another parent cannot be claimed again: containerd would not find it.
     assert!(exists(prepare(&all, "d", None, "c2", "r/app")));
@@ -205,7 +206,7 @@ fn a_source_that_is_not_what_it_states_is_refused() {
     let all = open(folder.path().join("root"));
     assert!(exists(prepare(&all, "k", None, "c1", "forged/app")));
     let container = |key: &str| {
-        let refused = all.create(Kind::Active, key, Some("c1"), Labels::new()).unwrap_err();
+        let refused = all.create(SnapshotKind::Active, key, Some("c1"), Labels::new()).unwrap_err();
         assert!(all.stat(key).is_err(), "nothing of it stays");
         refused
     };

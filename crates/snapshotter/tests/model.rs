@@ -4,12 +4,12 @@
 
 use std::{collections::BTreeMap, time::SystemTime};
 
-use burgeon_snapshotter::model::{Kind, Labels, Refusal, Snapshots};
+use burgeon_snapshotter::model::{Labels, Refusal, SnapshotKind, Snapshots};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Call {
-    Create(Kind, u8, Option<u8>),
+    Create(SnapshotKind, u8, Option<u8>),
     Commit(u8, u8),
     Remove(u8),
     Label(u8, u8),
@@ -17,7 +17,7 @@ enum Call {
 
 fn calls() -> impl Strategy<Value = Vec<Call>> {
     let name = 0_u8..8;
-    let kind = prop_oneof![Just(Kind::Active), Just(Kind::View)];
+    let kind = prop_oneof![Just(SnapshotKind::Active), Just(SnapshotKind::View)];
     let call = prop_oneof![
         4 => (kind, name.clone(), proptest::option::of(name.clone()))
             .prop_map(|(kind, name, parent)| Call::Create(kind, name, parent)),
@@ -29,7 +29,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
 }
 
 /// Name to kind, parent and labels.
-type Naive = BTreeMap<String, (Kind, Option<String>, Labels)>;
+type Naive = BTreeMap<String, (SnapshotKind, Option<String>, Labels)>;
 
 /// Applies a call, or says that it is refused.
 fn naive(all: &mut Naive, call: &Call) -> bool {
@@ -40,7 +40,7 @@ fn naive(all: &mut Naive, call: &Call) -> bool {
         Call::Create(kind, name, parent) => {
             let parent = parent.map(|parent| parent.to_string());
             let is_committed = |parent: &String| {
-                all.get(parent).is_some_and(|(kind, ..)| *kind == Kind::Committed)
+                all.get(parent).is_some_and(|(kind, ..)| *kind == SnapshotKind::Committed)
             };
             let is_fine = parent.as_ref().is_none_or(is_committed);
             if all.contains_key(&name.to_string()) || !is_fine {
@@ -51,9 +51,9 @@ fn naive(all: &mut Naive, call: &Call) -> bool {
         Call::Commit(key, name) => {
             let found = all.get(&key.to_string()).cloned();
             match found {
-                Some((Kind::Active, parent, _)) if !all.contains_key(&name.to_string()) => {
+                Some((SnapshotKind::Active, parent, _)) if !all.contains_key(&name.to_string()) => {
                     all.remove(&key.to_string());
-                    all.insert(name.to_string(), (Kind::Committed, parent, Labels::new()));
+                    all.insert(name.to_string(), (SnapshotKind::Committed, parent, Labels::new()));
                 }
                 _ => return false,
             }
@@ -121,7 +121,7 @@ proptest! {
             }
             for snapshot in all.iter() {
                 let lineage = all.lineage(&snapshot.name).unwrap();
-                prop_assert!(lineage[1..].iter().all(|parent| parent.kind == Kind::Committed));
+                prop_assert!(lineage[1..].iter().all(|parent| parent.kind == SnapshotKind::Committed));
             }
         }
     }
@@ -132,13 +132,13 @@ fn refusals_have_the_kind_that_containerd_decides_by() {
     let mut all = Snapshots::default();
     let now = SystemTime::now();
     let none = Labels::new;
-    let active = all.plan_create(Kind::Active, "a", None, none(), now).unwrap();
+    let active = all.plan_create(SnapshotKind::Active, "a", None, none(), now).unwrap();
     all.put(None, active);
-    let over_active = all.plan_create(Kind::View, "v", Some("a"), none(), now);
+    let over_active = all.plan_create(SnapshotKind::View, "v", Some("a"), none(), now);
     assert!(matches!(over_active, Err(Refusal::Invalid(_))));
-    let over_none = all.plan_create(Kind::View, "v", Some("x"), none(), now);
+    let over_none = all.plan_create(SnapshotKind::View, "v", Some("x"), none(), now);
     assert!(matches!(over_none, Err(Refusal::NotFound(_))));
-    let again = all.plan_create(Kind::View, "a", None, none(), now);
+    let again = all.plan_create(SnapshotKind::View, "a", None, none(), now);
     assert!(matches!(again, Err(Refusal::Exists(_))));
     assert!(matches!(all.plan_commit("a", "a", None, none(), now), Err(Refusal::Exists(_))));
     assert!(matches!(all.plan_commit("x", "b", None, none(), now), Err(Refusal::NotFound(_))));
@@ -147,15 +147,21 @@ fn refusals_have_the_kind_that_containerd_decides_by() {
     let committed = all.plan_commit("a", "b", None, none(), now).unwrap();
     all.put(Some("a"), committed);
     assert!(matches!(all.plan_commit("b", "c", None, none(), now), Err(Refusal::Precondition(_))));
-    let child = all.plan_create(Kind::View, "v", Some("b"), none(), now).unwrap();
+    let child = all.plan_create(SnapshotKind::View, "v", Some("b"), none(), now).unwrap();
     all.put(None, child);
     let busy = all.plan_remove("b").unwrap_err();
     assert!(matches!(&busy, Refusal::Precondition(what) if what.contains("remove")), "{busy}");
     let path = ["parent".to_owned()];
     assert!(matches!(all.plan_update("b", &none(), &path, now), Err(Refusal::Invalid(_))));
-    assert!(matches!(all.plan_create(Kind::View, "", None, none(), now), Err(Refusal::Invalid(_))));
+    assert!(matches!(
+        all.plan_create(SnapshotKind::View, "", None, none(), now),
+        Err(Refusal::Invalid(_))
+    ));
     let big = Labels::from([("k".to_owned(), "v".repeat(1 << 20))]);
-    assert!(matches!(all.plan_create(Kind::View, "w", None, big, now), Err(Refusal::Invalid(_))));
+    assert!(matches!(
+        all.plan_create(SnapshotKind::View, "w", None, big, now),
+        Err(Refusal::Invalid(_))
+    ));
 }
 
 #[test]
@@ -166,7 +172,7 @@ fn an_update_changes_the_named_labels_alone() {
         pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     };
     let before = labels(&[("a.b", "1"), ("c", "2"), ("d", "3")]);
-    let new = all.plan_create(Kind::Active, "s", None, before, now).unwrap();
+    let new = all.plan_create(SnapshotKind::Active, "s", None, before, now).unwrap();
     all.put(None, new);
     let wanted = labels(&[("a.b", "9"), ("d", "9")]);
     let paths = ["labels.a.b".to_owned(), "labels.c".to_owned()];

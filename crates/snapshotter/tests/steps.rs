@@ -13,7 +13,7 @@ use std::{
 use burgeon_snapshotter::{
     Failure, Snapshotter,
     filter::Filter,
-    model::{Kind, Labels, Refusal},
+    model::{Labels, Refusal, SnapshotKind},
 };
 
 type Call = fn(&Snapshotter) -> Result<(), Failure>;
@@ -24,13 +24,13 @@ fn labels(value: &str) -> Labels {
 
 /// A life of a few layers and containers.
 const CALLS: &[Call] = &[
-    |all| all.create(Kind::Active, "k1", None, labels("1")).map(drop),
+    |all| all.create(SnapshotKind::Active, "k1", None, labels("1")).map(drop),
     |all| all.commit("k1", "layer1", None, labels("1")),
-    |all| all.create(Kind::Active, "k2", Some("layer1"), labels("2")).map(drop),
+    |all| all.create(SnapshotKind::Active, "k2", Some("layer1"), labels("2")).map(drop),
     |all| all.update("k2", &labels("3"), &[]).map(drop),
     |all| all.commit("k2", "layer2", None, labels("2")),
-    |all| all.create(Kind::Active, "c", Some("layer2"), labels("c")).map(drop),
-    |all| all.create(Kind::View, "v", Some("layer2"), labels("v")).map(drop),
+    |all| all.create(SnapshotKind::Active, "c", Some("layer2"), labels("c")).map(drop),
+    |all| all.create(SnapshotKind::View, "v", Some("layer2"), labels("v")).map(drop),
     |all| all.remove("v"),
     |all| all.remove("c"),
     |all| all.remove("layer2"),
@@ -39,7 +39,7 @@ const CALLS: &[Call] = &[
 ];
 
 /// Name to kind, parent and labels.
-type Seen = BTreeMap<String, (Kind, Option<String>, Labels)>;
+type Seen = BTreeMap<String, (SnapshotKind, Option<String>, Labels)>;
 
 fn seen(all: &Snapshotter) -> Seen {
     let found = all.list(&Filter::default());
@@ -111,9 +111,9 @@ fn a_damaged_record_is_named_and_keeps_its_folder() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("root");
     let all = Snapshotter::open(&root).unwrap();
-    all.create(Kind::Active, "k", None, Labels::new()).unwrap();
+    all.create(SnapshotKind::Active, "k", None, Labels::new()).unwrap();
     all.commit("k", "below", None, Labels::new()).unwrap();
-    all.create(Kind::Active, "c", Some("below"), Labels::new()).unwrap();
+    all.create(SnapshotKind::Active, "c", Some("below"), Labels::new()).unwrap();
     let below = all.stat("below").unwrap().id;
     drop(all);
     let record = root.join("records").join(below.to_string());
@@ -128,7 +128,7 @@ fn a_damaged_record_is_named_and_keeps_its_folder() {
         assert!(matches!(&refused, Failure::Refused(Refusal::Precondition(_))), "{refused}");
         assert!(refused.to_string().contains("below"), "{refused}");
         assert!(root.join("snapshots").join(below.to_string()).join("fs").is_dir());
-        let other = all.create(Kind::Active, "other", None, Labels::new());
+        let other = all.create(SnapshotKind::Active, "other", None, Labels::new());
         assert!(other.is_ok(), "other snapshots go on");
         assert_ne!(all.stat("other").unwrap().id, below);
         all.remove("other").unwrap();
@@ -140,7 +140,7 @@ fn a_root_is_private_and_has_one_server() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("root");
     let all = Snapshotter::open(&root).unwrap();
-    all.create(Kind::Active, "k", None, Labels::new()).unwrap();
+    all.create(SnapshotKind::Active, "k", None, Labels::new()).unwrap();
     let error = Snapshotter::open(&root).unwrap_err();
     assert!(error.to_string().contains("another snapshotter"), "{error}");
     drop(all);
@@ -161,7 +161,8 @@ fn a_container_has_the_owner_and_mode_of_its_parent() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("root");
     let all = Snapshotter::open(&root).unwrap();
-    let source = all.create(Kind::Active, "k", None, Labels::new()).unwrap().remove(0).source;
+    let source =
+        all.create(SnapshotKind::Active, "k", None, Labels::new()).unwrap().remove(0).source;
     fs::set_permissions(&source, fs::Permissions::from_mode(0o1770)).unwrap();
     fs::write(Path::new(&source).join("f"), vec![1; 100_000]).unwrap();
     all.commit("k", "below", None, Labels::new()).unwrap();
@@ -171,7 +172,7 @@ fn a_container_has_the_owner_and_mode_of_its_parent() {
     // Not measured again.
     fs::remove_file(Path::new(&source).join("f")).unwrap();
     assert_eq!(all.usage("below").unwrap(), stored);
-    all.create(Kind::Active, "c", Some("below"), Labels::new()).unwrap();
+    all.create(SnapshotKind::Active, "c", Some("below"), Labels::new()).unwrap();
     let id = all.stat("c").unwrap().id;
     let layer = root.join("snapshots").join(id.to_string()).join("fs");
     assert_eq!(layer.metadata().unwrap().mode() & 0o7777, 0o1770);
