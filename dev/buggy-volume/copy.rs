@@ -8,8 +8,8 @@ use std::{
 /// File, text, replacement.
 pub type Patch = (&'static str, &'static str, &'static str);
 
-/// Copies `crates/NAME/src` to `OUT_DIR/NAME`, with the patches of each named bug. `switch` stands in
-/// a replacement for the question whether the bug is on.
+/// Copies `crates/NAME/src` to `OUT_DIR/NAME`, with the patches of each named bug. `switch` stands
+/// in a replacement for the question whether the bug is on.
 pub fn copy_with_bugs<'a>(
     name: &str,
     switch: &str,

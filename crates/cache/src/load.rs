@@ -23,9 +23,9 @@ const PART: usize = 1 << 20;
 /// Index and length in blocks of the arena with each number.
 type Known = HashMap<u32, (u32, u32)>;
 
-/// Loads what is in the folder, which this server has just taken, and adds to `gaps` the arenas that
-/// take more space than their chunks, each with the bytes. Files that cannot be read are as if they
-/// were not there.
+/// Loads what is in the folder, which this server has just taken, and adds to `gaps` the arenas
+/// that take more space than their chunks, each with the bytes. Files that cannot be read are as if
+/// they were not there.
 pub(crate) fn run(
     shared: &Shared,
     persist: &mut Persist,

@@ -40,7 +40,8 @@ burgeon.service                  the unit of the daemon of /var/lib/burgeon";
 const SECTIONS: [(&str, &str); 3] =
     [("Examples:", "EXAMPLES"), ("Exit codes:", "EXIT STATUS"), ("Environment:", "ENVIRONMENT")];
 
-/// `burgeon __docs DIR DATE`: writes all pages and completions below DIR. DATE is that of the pages.
+/// `burgeon __docs DIR DATE`: writes all pages and completions below DIR. DATE is that of the
+/// pages.
 pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
     let [folder, date] = arguments else {
         eprintln!("burgeon: __docs takes a folder and the date of the pages");
@@ -137,7 +138,8 @@ impl Block {
     }
 }
 
-/// The sections of a help text: each heading with the lines indented below it. Other lines are notes.
+/// The sections of a help text: each heading with the lines indented below it. Other lines are
+/// notes.
 fn blocks(help: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     for line in help.lines().filter(|line| !line.trim().is_empty()) {

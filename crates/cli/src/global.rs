@@ -24,8 +24,8 @@ pub(crate) struct Global {
     /// root]
     #[arg(long, global = true, value_name = "DIR", env = STATE_DIR)]
     pub(crate) state_dir: Option<PathBuf>,
-    /// Directory of the cache of a daemon that this command starts, on another disk [default: that of
-    /// the configuration, or cache/ in the state directory]
+    /// Directory of the cache of a daemon that this command starts, on another disk [default: that
+    /// of the configuration, or cache/ in the state directory]
     #[arg(long, global = true, value_name = "DIR", env = CACHE_DIR)]
     pub(crate) cache_dir: Option<PathBuf>,
     /// Log the events of this command on standard error, and of a daemon that it starts: error,

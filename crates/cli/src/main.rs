@@ -150,9 +150,9 @@ fn internal(verb: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// `burgeon __probe ROLE FOLDER [PART…]`, for tests: prints the remaining rights of the role, and the
-/// parts of the folder in which it can make a file, a line each.
-/// `burgeon __probe` prints all processes with their roles.
+/// `burgeon __probe ROLE FOLDER [PART…]`, for tests: prints the remaining rights of the role, and
+/// the parts of the folder in which it can make a file, a line each. `burgeon __probe` prints all
+/// processes with their roles.
 fn probe(arguments: &[OsString]) -> ExitCode {
     let [role, folder, parts @ ..] = arguments else {
         if !arguments.is_empty() {

@@ -62,8 +62,8 @@ pub(crate) struct Doctor {
     /// Only print the repairs that --repair would make
     #[arg(long, requires = "repair")]
     pub(crate) dry_run: bool,
-    /// Write a report for support to this new file: findings, status, configuration, metrics and the end
-    /// of the log, without secrets
+    /// Write a report for support to this new file: findings, status, configuration, metrics and
+    /// the end of the log, without secrets
     #[arg(long, value_name = "FILE", conflicts_with = "repair")]
     pub(crate) report: Option<PathBuf>,
 }

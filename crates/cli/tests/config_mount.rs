@@ -1,5 +1,5 @@
-//! The configuration's effect on mounts and on the daemon: defaults of mounts, level and format of the
-//! log. `config.rs` tests the files themselves.
+//! The configuration's effect on mounts and on the daemon: defaults of mounts, level and format of
+//! the log. `config.rs` tests the files themselves.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,8 +1,8 @@
 //! The static program where there is nothing else: no library, no resolver's configuration but
 //! `resolv.conf`, no certificates but one. It resolves a name by DNS and speaks TLS.
 //!
-//! `make try-tarball` runs this with the program of the tarball, which `BURGEON_STATIC` names. Needs root,
-//! and the Debian packages docker-registry and openssl.
+//! `make try-tarball` runs this with the program of the tarball, which `BURGEON_STATIC` names.
+//! Needs root, and the Debian packages docker-registry and openssl.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,5 +1,5 @@
-//! `burgeon health`, `log` and `doctor --report` on real mounts; and that no secret leaves the daemon
-//! by its log, its status, its metrics, its command lines or a core dump. Needs root.
+//! `burgeon health`, `log` and `doctor --report` on real mounts; and that no secret leaves the
+//! daemon by its log, its status, its metrics, its command lines or a core dump. Needs root.
 
 #![allow(clippy::unwrap_used)]
 

@@ -119,7 +119,8 @@ fn another_host_reads_an_indexed_image_of_a_registry_lazily() {
     assert!(link.bytes() - before < 100_000);
 }
 
-/// The command has no credentials for the registry: only the server logs in, and may execute nothing.
+/// The command has no credentials for the registry: only the server logs in, and may execute
+/// nothing.
 #[test]
 fn the_supervisor_runs_a_credential_helper_for_the_server() {
     let space = Space::new("index-helper");

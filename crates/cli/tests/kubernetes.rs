@@ -1,5 +1,5 @@
-//! The manifest for Kubernetes, read as its own types, and its steps on a node that is a namespace. Needs
-//! root and Go.
+//! The manifest for Kubernetes, read as its own types, and its steps on a node that is a namespace.
+//! Needs root and Go.
 
 #![allow(clippy::unwrap_used)]
 
@@ -29,7 +29,8 @@ fn the_manifest_is_of_kubernetes_own_types() {
     assert!(output.status.success() && said.matches("--- PASS").count() == 2, "{said}");
 }
 
-/// A process with a mount namespace of its own, in which the node's folders and programs are others.
+/// A process with a mount namespace of its own, in which the node's folders and programs are
+/// others.
 struct Node {
     process: Child,
     /// What its systemctl and udevadm were asked for.

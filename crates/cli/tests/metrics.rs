@@ -1,5 +1,6 @@
-//! `burgeon metrics` on real mounts: its counters never go down, only its group reads the status, and
-//! Prometheus itself runs the expressions of `dist/`. Needs root, and the Debian package prometheus.
+//! `burgeon metrics` on real mounts: its counters never go down, only its group reads the status,
+//! and Prometheus itself runs the expressions of `dist/`. Needs root, and the Debian package
+//! prometheus.
 
 #![allow(clippy::unwrap_used)]
 

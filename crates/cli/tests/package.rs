@@ -1,8 +1,9 @@
 //! The life of the Debian package on a machine whose first process is systemd: the lab. Installed,
 //! upgraded while a mount is read, kept while something is mounted, removed, purged.
 //!
-//! Only dpkg, systemd and `burgeon` act, as for an administrator. dpkg has a database of its own: that of the
-//! host, and the man pages that its triggers look at, are more files than the lab can share.
+//! Only dpkg, systemd and `burgeon` act, as for an administrator. dpkg has a database of its own:
+//! that of the host, and the man pages that its triggers look at, are more files than the lab can
+//! share.
 
 #![allow(clippy::unwrap_used)]
 
@@ -181,7 +182,8 @@ fn upgrade_to(package: &Path) {
     assert_eq!(fs::read_to_string(format!("{AT}/written")).unwrap(), "by an administrator");
 }
 
-/// A program that does not start replaces nothing: the package is installed, and the old daemon serves.
+/// A program that does not start replaces nothing: the package is installed, and the old daemon
+/// serves.
 fn refuse_an_upgrade(package: &Path) {
     let before = property("MainPID");
     let printed = dpkg(&["--install", package.to_str().unwrap()]);

@@ -5,8 +5,8 @@
 //!   boot 2   both are back, with their writes; the one without its store failed and heals  ── reboot ─┐
 //!   boot 3   all three are back
 //! ```
-//! At each reboot a program uses a mount: it ends at systemd's last SIGTERM alone, and then still reads
-//! data that nobody has fetched. The kernel's console shows whether everything was unmounted.
+//! At each reboot a program uses a mount: it ends at systemd's last SIGTERM alone, and then still
+//! reads data that nobody has fetched. The kernel's console shows whether everything was unmounted.
 
 #![allow(clippy::unwrap_used)]
 

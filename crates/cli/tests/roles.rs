@@ -502,8 +502,8 @@ impl Drop for Ended {
 
 const NO_CAPABILITIES: &str = "0000000000000000";
 
-/// The process that the daemon starts, as the daemon starts it. It has no manifest, and nobody reads
-/// that from it.
+/// The process that the daemon starts, as the daemon starts it. It has no manifest, and nobody
+/// reads that from it.
 #[test]
 fn the_process_that_prepares_an_image_enters_its_sandbox() {
     let folder = tempfile::tempdir().unwrap();

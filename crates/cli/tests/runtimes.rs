@@ -1,5 +1,5 @@
-//! Mounts below programs that know nothing of Burgeon: podman, systemd-nspawn, bubblewrap. Each test
-//! runs an example of docs/cli.md, "Other runtimes". Needs root.
+//! Mounts below programs that know nothing of Burgeon: podman, systemd-nspawn, bubblewrap. Each
+//! test runs an example of docs/cli.md, "Other runtimes". Needs root.
 
 #![allow(clippy::unwrap_used)]
 

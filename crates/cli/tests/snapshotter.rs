@@ -41,8 +41,8 @@ const CASES: [&str; 21] = [
     "Walk",
 ];
 
-/// Runs tests of dev/containerd, and returns the lines that name a result. `name` is the snapshotter by
-/// which containerd's tests know what to excuse.
+/// Runs tests of dev/containerd, and returns the lines that name a result. `name` is the
+/// snapshotter by which containerd's tests know what to excuse.
 fn suite(space: &Space, name: &str, run: &str, variables: &[(&str, &str)]) -> String {
     let output = Command::new(go_tests("containerd"))
         .args(["-test.root", "-test.v", "-test.run", run])
@@ -76,8 +76,8 @@ fn containerds_own_suite_passes() {
     assert_eq!(space.mounts(), [] as [&Path; 0]);
 }
 
-/// Over a remote layer in the form `containers`. What is made above a layer that was committed here is
-/// overlayfs's in each form, and so has its excuses.
+/// Over a remote layer in the form `containers`. What is made above a layer that was committed here
+/// is overlayfs's in each form, and so has its excuses.
 fn remote_suite(space_name: &str, containers: &str) {
     let space = Space::new(space_name);
     let burgeon = Burgeon::new(PROGRAM, &space);

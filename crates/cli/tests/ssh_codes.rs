@@ -1,7 +1,7 @@
-//! The recipe of `docs/operations.md` that guards ssh with one-time passwords: its two files, as they are
-//! written there, in a real sshd on a port of its own. The server's `/etc` and `/run` are its own, too: a
-//! mount namespace with a layer over those of this machine. Needs root, and the Debian packages
-//! openssh-server, libpam-oath and oathtool.
+//! The recipe of `docs/operations.md` that guards ssh with one-time passwords: its two files, as
+//! they are written there, in a real sshd on a port of its own. The server's `/etc` and `/run` are
+//! its own, too: a mount namespace with a layer over those of this machine. Needs root, and the
+//! Debian packages openssh-server, libpam-oath and oathtool.
 
 #![allow(clippy::unwrap_used)]
 

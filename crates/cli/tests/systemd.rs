@@ -239,8 +239,8 @@ fn lines_of_fstab_are_mounted() {
         assert_eq!((count(" /mnt/e "), count(" /mnt/f ")), (1, 1), "{mounts}");
     }
     assert!(helper(&["-v", "-o", "ro"]).contains("mounted already"));
-    // udev looks at all devices again, and says of the writes' one that it is ready: otherwise systemd
-    // unmounts what it takes for unplugged.
+    // udev looks at all devices again, and says of the writes' one that it is ready: otherwise
+    // systemd unmounts what it takes for unplugged.
     run("udevadm", &["trigger", "--subsystem-match=block", "--settle"]);
     let device = device_of_writes("/mnt/e");
     let known = run("udevadm", &["info", "--query=property", "--name", &device]);

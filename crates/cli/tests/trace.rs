@@ -1,4 +1,5 @@
-//! `burgeon trace` and `burgeon top` on a real mount of a slow and failing store. Needs root, and tmux.
+//! `burgeon trace` and `burgeon top` on a real mount of a slow and failing store. Needs root, and
+//! tmux.
 
 #![allow(clippy::unwrap_used)]
 

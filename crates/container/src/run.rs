@@ -164,8 +164,9 @@ fn this_program(verb: &str) -> Command {
     command
 }
 
-/// A copy of this very program in memory, which nobody can change. Programs of the image can execute
-/// the program of process 1 and reach its file by `/proc/PID/exe`: that must not be the host's.
+/// A copy of this very program in memory, which nobody can change. Programs of the image can
+/// execute the program of process 1 and reach its file by `/proc/PID/exe`: that must not be the
+/// host's.
 fn sealed_copy() -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let made = match memfd_create("burgeon", flags | MemfdFlags::EXEC) {

@@ -7,10 +7,10 @@
 //!     ──►  {"time":"…","level":"warn","message":"…","mount":"12ab"}   as JSON, if asked for
 //! ```
 //!
-//! Under systemd an event is an entry of the journal with its fields apart (`journal.rs`). Where the
-//! journal's socket does not take it at once, and for lines in JSON, it is a line on standard error
-//! with its priority, as in `sd-daemon(3)`. So are the last events of a process: the journal reads a
-//! sender's unit from its cgroup, and from the stream only if the sender is gone.
+//! Under systemd an event is an entry of the journal with its fields apart (`journal.rs`). Where
+//! the journal's socket does not take it at once, and for lines in JSON, it is a line on standard
+//! error with its priority, as in `sd-daemon(3)`. So are the last events of a process: the journal
+//! reads a sender's unit from its cgroup, and from the stream only if the sender is gone.
 //!
 //! An event is logged by the code that handles an error; code that returns an error leaves the
 //! event to its caller. A hit logs none. Invariants: foreign text cannot begin a line, because
@@ -139,8 +139,8 @@ pub fn begin_at(level: LevelFilter, process: Process) {
     }
 }
 
-/// Writes the message of a panic to `sink`, because the usual hook would wait for the stream's reader. It
-/// takes no lock of the log: the panicking thread may have it.
+/// Writes the message of a panic to `sink`, because the usual hook would wait for the stream's
+/// reader. It takes no lock of the log: the panicking thread may have it.
 fn report_panics(journal: bool, sink: Arc<dyn Sink>) {
     std::panic::set_hook(Box::new(move |panic| {
         let trace = std::backtrace::Backtrace::capture();

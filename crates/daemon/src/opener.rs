@@ -10,7 +10,8 @@
 //!
 //! A file may lie on a file system that does not answer (NFS), so each request has a thread, and a
 //! time limit on the server's side. The opener outlives neither supervisor and server, but either
-//! one of them: an orphan server keeps its socket, and a new supervisor starts an opener of its own.
+//! one of them: an orphan server keeps its socket, and a new supervisor starts an opener of its
+//! own.
 //!
 //! Invariants: the opener opens only the files that the grants of a living mount name, or what lies
 //! beneath a folder that they name (`granted.rs`); it parses nothing else but a path or a number,

@@ -95,8 +95,8 @@ impl Orphan {
         &self.record.writes
     }
 
-    /// Waits for a reconnect of the mount to finish, and lets none begin until the result is dropped:
-    /// hold it during the umount. `Unavailable` if a reconnect does not finish.
+    /// Waits for a reconnect of the mount to finish, and lets none begin until the result is
+    /// dropped: hold it during the umount. `Unavailable` if a reconnect does not finish.
     pub fn keep_apart(&self, state: &StateDir) -> Result<Option<Lock>> {
         match Lock::take_within(&state.exchange_lock(self.record.attach.id), RECONNECT_MAX) {
             Ok(Some(lock)) => Ok(Some(lock)),

@@ -94,9 +94,10 @@ impl Reach {
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
-/// The folders of the state directory in which a server writes, beside that of the cache: its socket
-/// and recorded reads. Nothing else, because others rely on it: they take the names of files from
-/// maps, and credentials and stores from records. The opener opens the checksums that it records.
+/// The folders of the state directory in which a server writes, beside that of the cache: its
+/// socket and recorded reads. Nothing else, because others rely on it: they take the names of files
+/// from maps, and credentials and stores from records. The opener opens the checksums that it
+/// records.
 fn written_by_server(state: &StateDir) -> [PathBuf; 1] {
     [state.run()]
 }
@@ -153,9 +154,9 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Result<Sandbox> {
     Ok(sandbox.user(own_root::USER))
 }
 
-/// It opens any file of this host for reading, at the server's request; the checksums that the server
-/// records, in folders of `state`, and with ublk its devices, whose numbers are unknown now, for
-/// writing.
+/// It opens any file of this host for reading, at the server's request; the checksums that the
+/// server records, in folders of `state`, and with ublk its devices, whose numbers are unknown now,
+/// for writing.
 pub(crate) fn opening(state: &StateDir, ublk: bool) -> Sandbox {
     let sandbox = Sandbox::computing().read_everything();
     let recorded = recorded_by_opener(state);

@@ -89,8 +89,8 @@ impl Channel {
         }
     }
 
-    /// The descriptor that leads to the lazy data: the detached mount of the FUSE file, or the plain
-    /// file.
+    /// The descriptor that leads to the lazy data: the detached mount of the FUSE file, or the
+    /// plain file.
     pub(crate) fn data(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Fuse(connection, _) => Some(connection.mount()),
@@ -165,8 +165,8 @@ fn add(id: MountId, size: u64) -> Result<u32> {
         .number)
 }
 
-/// True if the ublk driver is loaded, so that mounts may have its devices. A server in a root of its
-/// own has no `/dev`.
+/// True if the ublk driver is loaded, so that mounts may have its devices. A server in a root of
+/// its own has no `/dev`.
 pub(crate) fn uses_ublk() -> bool {
     Path::new(CONTROL).exists()
         || !Path::new("/dev").exists() && Path::new("/sys/module/ublk_drv").exists()

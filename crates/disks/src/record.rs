@@ -240,8 +240,8 @@ impl DiskRecord {
                     Unit::Name(bytes) => Some((bytes, UnitOrigin::Name)),
                     Unit::Unknown => None,
                 };
-                // A stated unit that is impossible does not become certain by a measurement: the two
-                // contradict each other.
+                // A stated unit that is impossible does not become certain by a measurement: the
+                // two contradict each other.
                 stated.or_else(measured).and_then(total).filter(is_possible)
             };
         let kernel = |sectors: u64| sectors.saturating_mul(SECTOR);

@@ -57,9 +57,10 @@ pub struct Wanted {
 /// the memory in bytes that preparation may take, before taking it, and `mapped` when `map`
 /// exists, before the seed, which takes longest.
 ///
-/// Replaces existing files. Neither durable nor atomic: the caller marks the folder as complete
-/// for this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold
-/// the tree, or `wanted` does not fit the image; `Corrupt` if the written seed does not read back as valid; I/O errors.
+/// Replaces existing files. Neither durable nor atomic: the caller marks the folder as complete for
+/// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
+/// tree, or `wanted` does not fit the image; `Corrupt` if the written seed does not read back as
+/// valid; I/O errors.
 pub fn prepare(
     store: &impl ObjectStore,
     digest: &Digest,

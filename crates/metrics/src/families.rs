@@ -1,8 +1,9 @@
 //! All metrics: a row has a name, a meaning, and the values. `docs/metrics.md` describes the same,
 //! and a test compares the two.
 //!
-//! Names end in their unit; counters in `_total`. A mount has at most 12 counters, whose label is its
-//! identity alone: `burgeon_mount_info` has the rest. Two hundred mounts give at most 5,000 series.
+//! Names end in their unit; counters in `_total`. A mount has at most 12 counters, whose label is
+//! its identity alone: `burgeon_mount_info` has the rest. Two hundred mounts give at most 5,000
+//! series.
 
 use crate::{
     DiskNow, MountNow, Snapshot, Tier, Values,

@@ -1,7 +1,8 @@
 //! Values of labels, as they are shown.
 //!
 //! Invariants: a value is at most [`LABEL_MAX`] characters long; two values that differ stay
-//! different, because a second series with the labels of another makes readers refuse the whole text.
+//! different, because a second series with the labels of another makes readers refuse the whole
+//! text.
 
 use std::borrow::Cow;
 
@@ -13,7 +14,8 @@ const LABEL_MAX: usize = 200;
 /// Digits of the digest that tells shortened values apart.
 const DIGITS: usize = 12;
 
-/// `value` as it is shown: a long one, or one with control characters, ends in a part of its digest.
+/// `value` as it is shown: a long one, or one with control characters, ends in a part of its
+/// digest.
 pub(crate) fn label(value: &str) -> Cow<'_, str> {
     if value.chars().count() <= LABEL_MAX && !value.contains(is_replaced) {
         return Cow::Borrowed(value);

@@ -9,7 +9,8 @@
 //! The last seen counters are part of the file. So a supervisor that starts while mounts are served
 //! counts each read once, and a crash loses what was counted since the last look, at most.
 //!
-//! Invariants: no total goes down (`tests`); at most [`STORES_MAX`] stores have totals of their own.
+//! Invariants: no total goes down (`tests`); at most [`STORES_MAX`] stores have totals of their
+//! own.
 
 use std::collections::BTreeMap;
 

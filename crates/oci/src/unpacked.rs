@@ -78,7 +78,8 @@ impl ReadLayers {
     }
 }
 
-/// Reads all layers of the image `source` to their end, into `work.read`, and keeps nothing of them.
+/// Reads all layers of the image `source` to their end, into `work.read`, and keeps nothing of
+/// them.
 pub fn unpack(source: &Source, work: &Work<'_>) -> Result<()> {
     let (blobs, selector) = source.blobs(work.access)?.ok_or_else(|| no_layers(source))?;
     let mut resolved = blobs.resolve(&selector)?;

@@ -1,8 +1,8 @@
 //! Gives a process another effective user, for ever.
 //!
-//! Permissions and the credentials of connections go by the effective user. The *real* user stays root,
-//! because systemd spares at shutdown only processes that are root's by that. seccomp refuses all
-//! calls by which the process could take it back (`seccomp.rs`).
+//! Permissions and the credentials of connections go by the effective user. The *real* user stays
+//! root, because systemd spares at shutdown only processes that are root's by that. seccomp refuses
+//! all calls by which the process could take it back (`seccomp.rs`).
 
 use burgeon_block::{Error, Result};
 use rustix::{

@@ -4,9 +4,9 @@
 //!   chains/ID   an empty folder, or the mount of snapshot ID: of a chain, or of a native container
 //! ```
 //!
-//! A chain is mounted when a call first needs it, so nothing is mounted at a start, and a mount that a
-//! reboot took is made again. It is unmounted when its snapshot is gone, by the cleaner's thread. A
-//! mount point is removed by `rmdir` alone, which fails while it is mounted.
+//! A chain is mounted when a call first needs it, so nothing is mounted at a start, and a mount
+//! that a reboot took is made again. It is unmounted when its snapshot is gone, by the cleaner's
+//! thread. A mount point is removed by `rmdir` alone, which fails while it is mounted.
 
 use std::{
     fs::{DirBuilder, File},
@@ -125,7 +125,8 @@ impl Chains {
         Err(last)
     }
 
-    /// Unmounts all chains that are not `wanted`. Goes on after an error, and returns the first one.
+    /// Unmounts all chains that are not `wanted`. Goes on after an error, and returns the first
+    /// one.
     pub(crate) fn unmount_others(&self, wanted: impl Fn(u64) -> bool) -> Result<()> {
         let failed = |e| Error::io(format!("cannot read {}", self.folder.display()), e);
         let mut first = Ok(());

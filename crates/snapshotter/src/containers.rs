@@ -5,7 +5,8 @@
 //! | overlay | an overlayfs above the chain's mount, which all share | many containers: shared page cache, no device each |
 //! | native | a Burgeon mount of its own | reflinks, renames of folders, its own limit for writes |
 //!
-//! A label of the snapshot decides, then a pattern for the image's repository, then the node's setting.
+//! A label of the snapshot decides, then a pattern for the image's repository, then the node's
+//! setting.
 
 use std::str::FromStr;
 

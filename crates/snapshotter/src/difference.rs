@@ -1,17 +1,17 @@
-//! Writes the difference of two trees as a layer of overlayfs: the tree of a container in a mount of its
-//! own, and the tree that it began as.
+//! Writes the difference of two trees as a layer of overlayfs: the tree of a container in a mount
+//! of its own, and the tree that it began as.
 //!
 //! ```text
 //!   changed ─┐ an entry that is new, or has another inode, time or size ─► copied
 //!   before  ─┴ an entry that is gone                                    ─► whiteout: a device 0, 0
 //! ```
 //!
-//! Both are mounts of one seed, so an entry that nobody touched has the same inode and the same times in
-//! both, and its data is not read. A container may change its tree meanwhile, so each folder is opened
-//! from its parent's descriptor, as in `walk.rs`.
+//! Both are mounts of one seed, so an entry that nobody touched has the same inode and the same
+//! times in both, and its data is not read. A container may change its tree meanwhile, so each
+//! folder is opened from its parent's descriptor, as in `walk.rs`.
 //!
-//! Invariants: nothing outside of the trees is read; an entry is left out only if both trees have it
-//! untouched; at most [`DEPTH_MAX`] folders are open.
+//! Invariants: nothing outside of the trees is read; an entry is left out only if both trees have
+//! it untouched; at most [`DEPTH_MAX`] folders are open.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -34,7 +34,8 @@ use rustix::{
 
 /// Folders in one another: images have at most 2047.
 const DEPTH_MAX: usize = 2048;
-/// The longest list of names, and the longest value, of extended attributes: Linux has no longer ones.
+/// The longest list of names, and the longest value, of extended attributes: Linux has no longer
+/// ones.
 const XATTR_MAX: usize = 64 << 10;
 /// Attributes of overlayfs itself, which an entry of a container must not have.
 const OVERLAY: &[u8] = b"trusted.overlay.";

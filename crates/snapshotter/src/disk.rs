@@ -10,12 +10,12 @@
 //!     trash/ID           a removed snapshot's folder
 //! ```
 //!
-//! A change is one rename or unlink in `records`. The order makes each moment consistent: a folder is
-//! durable before its record, and a record is gone before its folder is.
+//! A change is one rename or unlink in `records`. The order makes each moment consistent: a folder
+//! is durable before its record, and a record is gone before its folder is.
 //!
-//! Invariants: a snapshot whose record was written has its folder, also after a power failure; a folder
-//! without a record goes into the trash when a process opens the root; after an `fsync` that failed
-//! nothing more is written. Held by `tests/crashes.rs`, which stops at every step.
+//! Invariants: a snapshot whose record was written has its folder, also after a power failure; a
+//! folder without a record goes into the trash when a process opens the root; after an `fsync` that
+//! failed nothing more is written. Held by `tests/crashes.rs`, which stops at every step.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
@@ -145,7 +145,8 @@ impl Disk {
         self.sync(&self.root.join(SNAPSHOTS))
     }
 
-    /// Writes the record of a snapshot, in place of its earlier one. When this returns, it is durable.
+    /// Writes the record of a snapshot, in place of its earlier one. When this returns, it is
+    /// durable.
     pub(crate) fn write(&self, snapshot: &Snapshot) -> Result<()> {
         let path = self.record(snapshot.id);
         let new = path.with_extension("new");

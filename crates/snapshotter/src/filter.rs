@@ -10,8 +10,8 @@
 //!   quoted   := a string of Go, in " or '; after ~= also in / or |, where only the delimiter is escaped
 //! ```
 //!
-//! Every input is bounded; regular expressions run in linear time. Tested below and by the fuzz target
-//! `snapshotter`.
+//! Every input is bounded; regular expressions run in linear time. Tested below and by the fuzz
+//! target `snapshotter`.
 
 use regex::{Regex, RegexBuilder};
 

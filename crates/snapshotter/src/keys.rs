@@ -1,8 +1,8 @@
 //! Locks of names: calls about one snapshot follow one another, and all others go on.
 //!
-//! A call takes all names that it needs at once, so calls cannot wait for one another in a circle. A
-//! parent is taken shared: its children are made side by side, and it is not removed meanwhile. No
-//! lock is held while something is asked from a network. Shown by the tests below.
+//! A call takes all names that it needs at once, so calls cannot wait for one another in a circle.
+//! A parent is taken shared: its children are made side by side, and it is not removed meanwhile.
+//! No lock is held while something is asked from a network. Shown by the tests below.
 
 use std::{
     collections::HashMap,

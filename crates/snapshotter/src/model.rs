@@ -246,8 +246,8 @@ impl Snapshots {
         })
     }
 
-    /// Checks that the chain `chain` can be claimed over `parent`, to be mounted from `source`; gives
-    /// the committed snapshot, perhaps the existing one with a further source.
+    /// Checks that the chain `chain` can be claimed over `parent`, to be mounted from `source`;
+    /// gives the committed snapshot, perhaps the existing one with a further source.
     pub fn plan_claim(
         &mut self,
         chain: &str,
@@ -291,7 +291,8 @@ impl Snapshots {
         }
     }
 
-    /// Changes labels. A path is `labels`, which replaces all, or `labels.KEY`; no path means `labels`.
+    /// Changes labels. A path is `labels`, which replaces all, or `labels.KEY`; no path means
+    /// `labels`.
     pub fn plan_update(
         &self,
         name: &str,

@@ -1,5 +1,5 @@
-//! Containers with a mount of their own: Burgeon's, of the chain, with writes that are kept under the
-//! snapshot's id.
+//! Containers with a mount of their own: Burgeon's, of the chain, with writes that are kept under
+//! the snapshot's id.
 //!
 //! ```text
 //!   Prepare ─► record ─► mount chains/ID ─► its space when it is new, into the record
@@ -8,8 +8,8 @@
 //!   Remove  ─► record gone ─► the cleaner: unmount chains/ID, its writes, and the mount point last
 //! ```
 //!
-//! Invariants: there is a mount point as long as there may be writes, so that none is forgotten; no name
-//! is taken while something is mounted.
+//! Invariants: there is a mount point as long as there may be writes, so that none is forgotten; no
+//! name is taken while something is mounted.
 
 use std::path::{Path, PathBuf};
 
@@ -98,8 +98,8 @@ impl Snapshotter {
         Ok(parent.and_then(|parent| parent.remote.clone()).ok_or_else(missing)?)
     }
 
-    /// The bytes that a native container takes beyond those of the new mount; 0 while it is not mounted,
-    /// as after a reboot.
+    /// The bytes that a native container takes beyond those of the new mount; 0 while it is not
+    /// mounted, as after a reboot.
     pub(crate) fn native_usage(&self, id: u64, native: &Native) -> Result<Usage> {
         let at = self.native_at(id);
         let bytes = match crate::chains::is_mounted(&at) {

@@ -18,7 +18,8 @@ use crate::{
     model::{Labels, SnapshotKind},
 };
 
-/// containerd maps the ids of these mounts itself if the options say so, which it asks for by labels.
+/// containerd maps the ids of these mounts itself if the options say so, which it asks for by
+/// labels.
 const ID_MAPS: [(&str, &str); 2] = [
     ("uidmap", "containerd.io/snapshot/uidmapping"),
     ("gidmap", "containerd.io/snapshot/gidmapping"),

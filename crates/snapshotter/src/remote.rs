@@ -2,8 +2,8 @@
 //! business of the program that serves; this crate knows [`Layers`].
 //!
 //! containerd asks for a chain by labels of a `Prepare`. The answer that it exists already makes a
-//! committed snapshot out of it, and containerd then fetches no layer. A claim holds for every image
-//! with that chain ID, so it is made only for chains that can be trusted.
+//! committed snapshot out of it, and containerd then fetches no layer. A claim holds for every
+//! image with that chain ID, so it is made only for chains that can be trusted.
 
 use std::{
     fmt::Debug,
@@ -66,13 +66,13 @@ pub trait Layers: Debug + Send + Sync + 'static {
     /// why it is unpacked like any other. A claim is a statement about all images that have the
     /// chain.
     fn claim(&self, wanted: &LayerChain) -> Result<String, String>;
-    /// The reason why nothing more may be made above a chain of this source: one of its layers is not
-    /// what its image states. Asks no network.
+    /// The reason why nothing more may be made above a chain of this source: one of its layers is
+    /// not what its image states. Asks no network.
     fn refused(&self, source: &str) -> Option<String>;
     /// Mounts a chain read-only on an empty folder.
     fn mount(&self, source: &str, at: &Path) -> Result<()>;
-    /// Mounts a chain writable on an empty folder. Writes are kept as those of snapshot `id`, and found
-    /// again by it.
+    /// Mounts a chain writable on an empty folder. Writes are kept as those of snapshot `id`, and
+    /// found again by it.
     fn mount_native(&self, source: &str, at: &Path, id: u64) -> Result<()>;
     /// Removes the kept writes of snapshot `id`, if there are any.
     fn remove_writes(&self, id: u64) -> Result<()>;
@@ -85,8 +85,8 @@ pub trait Layers: Debug + Send + Sync + 'static {
 /// Claims that are asked for at the same time: those of a registry that hangs outlive their limit.
 const CLAIMS_MAX: usize = 32;
 
-/// Asks within `limit`; a later answer is ignored, and its thread ends by itself. `running` counts the
-/// threads.
+/// Asks within `limit`; a later answer is ignored, and its thread ends by itself. `running` counts
+/// the threads.
 pub(crate) fn claim_within(
     limit: Duration,
     layers: &Arc<dyn Layers>,

@@ -56,8 +56,8 @@ impl Socket {
                 return Err(Error::new(ErrorKind::Unavailable, what));
             }
         }
-        // Under another name until only its owner can connect, and by rename, so that clients always
-        // find one.
+        // Under another name until only its owner can connect, and by rename, so that clients
+        // always find one.
         let new = path.with_extension("new");
         match fs::remove_file(&new) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),

@@ -1,8 +1,8 @@
 //! The gRPC service: requests of containerd become calls of [`Snapshotter`].
 //!
 //! Each call runs on a thread of its own, of at most [`CALLS_MAX`]; further ones wait in their
-//! connection. Those that may wait for a mount are at most [`MOUNTING_MAX`], so that the others always
-//! find a thread. Every message is bounded before it is decoded.
+//! connection. Those that may wait for a mount are at most [`MOUNTING_MAX`], so that the others
+//! always find a thread. Every message is bounded before it is decoded.
 
 use std::{
     convert::Infallible,

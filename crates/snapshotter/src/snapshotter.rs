@@ -5,8 +5,8 @@
 //!                                          short lock            no lock            short lock
 //! ```
 //!
-//! Calls block their thread; `service.rs` gives each one of its own. Removed folders are deleted by one
-//! thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
+//! Calls block their thread; `service.rs` gives each one of its own. Removed folders are deleted by
+//! one thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
 
 use std::{
     collections::HashSet,
@@ -421,8 +421,8 @@ impl Snapshotter {
         walk::usage(&layer).map_err(|e| Error::io(format!("cannot measure {}", layer.display()), e))
     }
 
-    /// The root of a container has the owner and mode of its image's, because overlayfs shows those of
-    /// the topmost folder; with mapped ids, the owner is the container's root.
+    /// The root of a container has the owner and mode of its image's, because overlayfs shows those
+    /// of the topmost folder; with mapped ids, the owner is the container's root.
     fn root_attributes(&self, snapshot: &Snapshot, above: Option<&Path>) -> Result<RootAttributes> {
         let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let mut attributes = match above {

@@ -1,10 +1,12 @@
 //! Measures and removes the trees of snapshots, in which containers may still write.
 //!
-//! Each folder is opened from its parent's descriptor, and a folder is entered only if it lies on the
-//! same mount (`RESOLVE_NO_XDEV`): so a symlink or a mount that appears meanwhile leads nowhere.
+//! Each folder is opened from its parent's descriptor, and a folder is entered only if it lies on
+//! the same mount (`RESOLVE_NO_XDEV`): so a symlink or a mount that appears meanwhile leads
+//! nowhere.
 //!
-//! Invariants: nothing outside of the tree is counted or removed; a mount in the tree stays, and stops
-//! the removal with `EBUSY`; at most [`DEPTH_MAX`] descriptors are open. Held by the tests below.
+//! Invariants: nothing outside of the tree is counted or removed; a mount in the tree stays, and
+//! stops the removal with `EBUSY`; at most [`DEPTH_MAX`] descriptors are open. Held by the tests
+//! below.
 
 use std::{
     collections::HashSet,
@@ -156,7 +158,8 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes an empty folder; one that got entries meanwhile is an error, and the removal is repeated.
+/// Removes an empty folder; one that got entries meanwhile is an error, and the removal is
+/// repeated.
 fn leave(parent: impl AsFd, name: &CString) -> rustix::io::Result<()> {
     match unlinkat(parent, name, AtFlags::REMOVEDIR) {
         Err(Errno::NOENT) => Ok(()),

@@ -167,7 +167,8 @@ fn any_failure_to_claim_makes_a_local_layer() {
     let unlabelled = Labels::from([("containerd.io/snapshot.ref".to_owned(), "c1".to_owned())]);
     all.create(SnapshotKind::Active, "c", None, unlabelled).unwrap();
     assert!(why("c").contains("annotations"), "{}", why("c"));
-    // A chain that exists above another parent cannot be claimed again: containerd would not find it.
+    // A chain that exists above another parent cannot be claimed again: containerd would not find
+    // it.
     assert!(exists(prepare(&all, "d", None, "c2", "r/app")));
     prepare(&all, "d", Some("layer"), "c2", "r/app").unwrap();
     assert!(why("d").contains("another parent"), "{}", why("d"));

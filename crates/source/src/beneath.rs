@@ -30,8 +30,9 @@ pub fn open_beneath(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result
     open(folder, name, flags, within)
 }
 
-/// Opens the relative path `name` in or below the directory `folder`, or `folder` itself if the name
-/// is empty. Symlinks are followed as long as they stay there; `EXDEV` for one that leads elsewhere.
+/// Opens the relative path `name` in or below the directory `folder`, or `folder` itself if the
+/// name is empty. Symlinks are followed as long as they stay there; `EXDEV` for one that leads
+/// elsewhere.
 pub(crate) fn open_within(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let name = if name.as_os_str().is_empty() { Path::new(".") } else { name };
     open(folder, name, flags, ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)

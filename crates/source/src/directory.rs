@@ -415,7 +415,8 @@ fn lock_file(path: &Path, operation: FlockOperation) -> io::Result<File> {
 }
 
 /// Opens a file of the store to write it. Neither a FIFO nor a device blocks: others may have put
-/// them there. Nor is a symlink followed, which may lead to a file that only this process may write.
+/// them there. Nor is a symlink followed, which may lead to a file that only this process may
+/// write.
 pub(crate) fn open_own_file(path: &Path, options: &mut fs::OpenOptions) -> io::Result<File> {
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
     let opened = options.custom_flags(flags.bits() as i32).open(path);

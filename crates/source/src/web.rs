@@ -130,8 +130,8 @@ pub(crate) fn choose_cryptography() {
     });
 }
 
-/// Sends the request of `make`, with up to `retries` retries while the server is unreachable,
-/// fails or asks for a pause, fewer if nobody listens there, and one if it is silent. `what` names the
+/// Sends the request of `make`, with up to `retries` retries while the server is unreachable, fails
+/// or asks for a pause, fewer if nobody listens there, and one if it is silent. `what` names the
 /// operation, for errors. Returns answers of any status.
 pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
     let (mut tries, mut silent, mut refused) = (0, 0, 0);

@@ -4,8 +4,8 @@
 //!   device.read (a miss) ─► Told: tries, filled by the volume ─► Waits: a ring of the last 256
 //! ```
 //!
-//! Invariants: a hit takes no part in it; a wait below [`SHORTEST`] takes no lock; a ring has at most
-//! [`KEPT`] waits, and one in which nothing waits takes no memory.
+//! Invariants: a hit takes no part in it; a wait below [`SHORTEST`] takes no lock; a ring has at
+//! most [`KEPT`] waits, and one in which nothing waits takes no memory.
 
 use std::{
     collections::VecDeque,

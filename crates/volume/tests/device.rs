@@ -59,8 +59,8 @@ async fn every_byte_is_what_its_address_says() {
     assert_eq!(counters.fetches.get(), 2, "the first and the last chunk, once each");
 }
 
-/// Reads that are fetched, and those straight from an object outside the store. In real time: a wait has to
-/// last.
+/// Reads that are fetched, and those straight from an object outside the store. In real time: a
+/// wait has to last.
 #[tokio::test]
 async fn a_wait_names_the_attempts_that_failed() {
     for object in ["packs/test", "file/dev/disk"] {

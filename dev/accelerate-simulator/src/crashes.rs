@@ -8,8 +8,8 @@ use super::{
     run::{LEN_MAX, World},
 };
 
-/// Runs some operations again and again, and lets the power fail within each write that they make, in
-/// turn; then everything is read. Returns the number of failures.
+/// Runs some operations again and again, and lets the power fail within each write that they make,
+/// in turn; then everything is read. Returns the number of failures.
 pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
     for at in 0.. {
         let mut world = World::new(seed)?;
@@ -24,8 +24,8 @@ pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
 }
 
 /// Runs some operations again and again, and lets the process die within each write that they make,
-/// in turn; its write lands before or after the next process starts. Then everything is read, by this
-/// process and the next ones. Returns the number of deaths.
+/// in turn; its write lands before or after the next process starts. Then everything is read, by
+/// this process and the next ones. Returns the number of deaths.
 pub fn die_at_every_write(seed: u64) -> Result<u64, String> {
     for at in 0.. {
         let mut world = World::new(seed)?;

@@ -1,5 +1,5 @@
-//! Any bytes are refused or read as the superblock of a cache whose parts fit into its device, or as
-//! records of its log; the checksums are made good again, so that the rest is reached.
+//! Any bytes are refused or read as the superblock of a cache whose parts fit into its device, or
+//! as records of its log; the checksums are made good again, so that the rest is reached.
 
 #![no_main]
 

@@ -26,8 +26,9 @@ const THROUGH_CHUNK: usize = 2;
 
 impl Model {
     /// An image of `chunks` chunks whose lengths depend on `shape`, and whose bytes on `content`
-    /// or, if they are shared, on `shape` alone; in a pack named after `content` and a file outside the store. If it is `verified`, its
-    /// chunks are in a derived object instead, of layers that nobody has read.
+    /// or, if they are shared, on `shape` alone; in a pack named after `content` and a file outside
+    /// the store. If it is `verified`, its chunks are in a derived object instead, of layers that
+    /// nobody has read.
     pub fn new(shape: u64, content: u64, chunks: usize, verified: bool) -> Self {
         Self::slandering(shape, content, chunks, verified, false)
     }

@@ -31,8 +31,8 @@ pub fn debian_root() -> Result<PathBuf> {
         fs::remove_dir_all(&unfinished)?;
     }
     fs::create_dir(&unfinished)?;
-    // In a mount namespace of its own: debootstrap mounts /proc and may fail before it unmounts. And
-    // it takes a path with spaces apart, so it works in one without.
+    // In a mount namespace of its own: debootstrap mounts /proc and may fail before it unmounts.
+    // And it takes a path with spaces apart, so it works in one without.
     let script = r#"mount --bind "$1" /mnt && exec debootstrap --variant=minbase "$2" /mnt "$3""#;
     let output = Command::new("unshare")
         .args(["--mount", "sh", "-c", script, "sh"])

@@ -12,12 +12,12 @@ use std::{
 /// The oldest Go that fetches the version which a module asks for.
 const OLDEST: (u32, u32) = (1, 21);
 
-/// Makes the tests of the module `dev/NAME` into a program, and returns its path. The caches stay in
-/// `target/tools`. Panics, with the remedy, if there is no Go or the modules cannot be had: a test
-/// that is left out would count as done.
+/// Makes the tests of the module `dev/NAME` into a program, and returns its path. The caches stay
+/// in `target/tools`. Panics, with the remedy, if there is no Go or the modules cannot be had: a
+/// test that is left out would count as done.
 ///
-/// `go test -c` links anew each time, which takes seconds: so a process does it once. Two makers would
-/// write the same file, so one waits for the other.
+/// `go test -c` links anew each time, which takes seconds: so a process does it once. Two makers
+/// would write the same file, so one waits for the other.
 pub fn go_tests(name: &str) -> PathBuf {
     static MADE: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let mut made = MADE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -4,7 +4,8 @@ use std::{ffi::OsString, fs, process::Command};
 
 use crate::Space;
 
-/// Compiles `source` in the folder of `space`, and returns the environment with which a program loads it.
+/// Compiles `source` in the folder of `space`, and returns the environment with which a program
+/// loads it.
 #[track_caller]
 pub fn preload(space: &Space, source: &str) -> [(&'static str, OsString); 2] {
     const NAME: &str = "preloaded.so";

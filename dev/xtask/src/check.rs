@@ -8,9 +8,10 @@
 //!
 //! The tests of this host wait for disks, deaths and time limits; an emulated guest keeps one
 //! processor busy. So they run in two lanes, and the lane that ends first takes what is left of the
-//! other. The fuzzers, which wait for nothing, share two lanes as well. A failed step does not stop the ones after it. A step whose tool is not installed is named as
-//! left out; it counts neither way. What hangs is killed, and what has not begun when the time is up
-//! fails: who waits for the summary waits for a bounded time.
+//! other. The fuzzers, which wait for nothing, share two lanes as well. A failed step does not stop
+//! the ones after it. A step whose tool is not installed is named as left out; it counts neither
+//! way. What hangs is killed, and what has not begun when the time is up fails: who waits for the
+//! summary waits for a bounded time.
 
 use std::{
     iter,
@@ -185,8 +186,8 @@ impl<'a> Steps<'a> {
         self.lints_of_fuzzers();
     }
 
-    /// The fuzz targets are a workspace of their own: the lints of the others do not reach them, and
-    /// a type that got another name would be missed until they run, which is last.
+    /// The fuzz targets are a workspace of their own: the lints of the others do not reach them,
+    /// and a type that got another name would be missed until they run, which is last.
     fn lints_of_fuzzers(&mut self) {
         let manifest = format!("{FUZZ}/Cargo.toml");
         let format = ["fmt", "--manifest-path", &manifest, "--check"];
@@ -257,8 +258,8 @@ impl<'a> Steps<'a> {
         self.in_two_lanes("all of these, in two lanes", Some(tests), rest)
     }
 
-    /// Runs `first`, whose output is shown as it comes, and beside it one after another of `rest`; the
-    /// lane that ends first takes what is left. All together are `what`.
+    /// Runs `first`, whose output is shown as it comes, and beside it one after another of `rest`;
+    /// the lane that ends first takes what is left. All together are `what`.
     fn in_two_lanes(
         &mut self,
         what: &str,

@@ -62,9 +62,9 @@ pub(crate) enum Errors {
     Along,
 }
 
-/// Runs such a command, shows each line, and adds them up. The programs that it runs are killed, one
-/// at a time, when no line has come for `silence`: a test that hangs fails with its name, and those
-/// after it run.
+/// Runs such a command, shows each line, and adds them up. The programs that it runs are killed,
+/// one at a time, when no line has come for `silence`: a test that hangs fails with its name, and
+/// those after it run.
 pub(crate) fn watch(
     name: &str,
     mut command: Command,

@@ -74,7 +74,8 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, default_value = "write-through",
             value_parser = PossibleValuesParser::new(MODES.map(Mode::name)))]
         mode: String,
-        /// The blocks that the cache keeps; of all its devices [default: as before, at first adaptive]
+        /// The blocks that the cache keeps; of all its devices [default: as before, at first
+        /// adaptive]
         #[arg(long, value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
         /// Sequences of requests go round the cache from this length on; 0 for never

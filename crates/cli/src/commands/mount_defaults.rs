@@ -1,5 +1,5 @@
-//! Defaults of mounts from the configuration's section `[mount]`: values of options that the command
-//! line leaves out.
+//! Defaults of mounts from the configuration's section `[mount]`: values of options that the
+//! command line leaves out.
 //!
 //! Invariant: an option of the command line wins, also one that excludes the setting, such as
 //! `--read-only` a write limit (`crates/cli/tests/config.rs`).

@@ -5,8 +5,8 @@
 //!   boot            ─► systemd: mount -t burgeon … ─► mount.burgeon (crate::helper)
 //!   umount --forget ─► systemctl disable ─► the file removed
 //! ```
-//! Invariants (`tests/systemd.rs`, `tests/reboot.rs`): a unit that this command has not written is never
-//! changed; no target waits for the mount, so a store that is away delays no boot.
+//! Invariants (`tests/systemd.rs`, `tests/reboot.rs`): a unit that this command has not written is
+//! never changed; no target waits for the mount, so a store that is away delays no boot.
 
 use std::{
     fs::{self, File},
@@ -352,7 +352,8 @@ fn quoted(word: &str) -> String {
     format!("\"{escaped}\"")
 }
 
-/// The name of the unit that mounts at `target`, as `systemd-escape --path --suffix=mount` makes it.
+/// The name of the unit that mounts at `target`, as `systemd-escape --path --suffix=mount` makes
+/// it.
 fn unit_name(target: &Path) -> Result<String> {
     use std::os::unix::ffi::OsStrExt;
     let mut name = String::new();

@@ -4,10 +4,10 @@
 //!   ===== name =====      findings, status, metrics, configuration, the host, the end of the log
 //! ```
 //!
-//! Nothing of it is a secret by design: status and log have none (`crates/cli/tests/health.rs`). Still
-//! `redact` masks what looks like one, because names, messages of servers and configurations come
-//! from outside. Invariants: each part is bounded; a part that cannot be had says so; the file is
-//! new, and its owner's alone.
+//! Nothing of it is a secret by design: status and log have none (`crates/cli/tests/health.rs`).
+//! Still `redact` masks what looks like one, because names, messages of servers and configurations
+//! come from outside. Invariants: each part is bounded; a part that cannot be had says so; the file
+//! is new, and its owner's alone.
 
 use std::{
     fmt::Write as _,

@@ -7,8 +7,8 @@
 //! The estimate is no limit: the command stores what it has to, and reports a full disk. Without a
 //! daemon nobody evicts.
 //!
-//! Archives on standard input have no size, and those of others state one that nobody has checked. A
-//! child that reads them therefore asks for room step by step, just ahead of what it has stored
+//! Archives on standard input have no size, and those of others state one that nobody has checked.
+//! A child that reads them therefore asks for room step by step, just ahead of what it has stored
 //! ([`StepByStep`]): a stated size evicts nothing.
 
 use std::{

@@ -26,7 +26,8 @@ struct Known {
     writes: Option<String>,
 }
 
-/// Longest wait for writes that are being released: after a plain umount, that takes a second or so.
+/// Longest wait for writes that are being released: after a plain umount, that takes a second or
+/// so.
 const RELEASE_MAX: Duration = Duration::from_secs(5);
 
 /// Sends `request`, a mount with the writes `name`, again while these are being released.

@@ -4,8 +4,8 @@
 //!   server: the last 256 waits of each mount ──► addresses ──► files, by the image's manifest
 //! ```
 //!
-//! The process that waited is unknown: a read of lazy data comes from the kernel's own threads, which
-//! read for whoever needs the page.
+//! The process that waited is unknown: a read of lazy data comes from the kernel's own threads,
+//! which read for whoever needs the page.
 
 use std::{
     collections::BTreeMap,

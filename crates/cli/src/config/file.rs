@@ -7,8 +7,8 @@
 //!   a file            that file, which has to be there
 //!   none, or empty    nothing
 //! ```
-//! Invariants (held by the tests below and `crates/cli/tests/config.rs`): at most [`LEN_MAX`] bytes a
-//! file and [`FILES_MAX`] files of `config.d`; root reads no file that another user can write or
+//! Invariants (held by the tests below and `crates/cli/tests/config.rs`): at most [`LEN_MAX`] bytes
+//! a file and [`FILES_MAX`] files of `config.d`; root reads no file that another user can write or
 //! replace in its folder; nothing but a regular file is read.
 
 use std::{

@@ -270,8 +270,8 @@ pub(crate) fn is_store_name(text: &str) -> bool {
 /// Longest name of a store, as of an image.
 const STORE_NAME_MAX: usize = 80;
 
-/// Begins a supervisor: it logs events at the level and in the format of the environment, or else of
-/// the configuration, and its children inherit both; it tells its servers the cache's bounds.
+/// Begins a supervisor: it logs events at the level and in the format of the environment, or else
+/// of the configuration, and its children inherit both; it tells its servers the cache's bounds.
 pub(crate) fn begin_daemon() {
     let (config, problems) = Config::examine(env::var_os(global::CONFIG).as_deref());
     if let (None, Some(format)) = (log::format_of_environment(), &config.log.format) {

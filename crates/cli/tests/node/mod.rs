@@ -74,8 +74,8 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
         node
     }
 
-    /// Kills the snapshotter, starts it again, and waits until containerd has connected to it, which
-    /// gRPC does after a moment.
+    /// Kills the snapshotter, starts it again, and waits until containerd has connected to it,
+    /// which gRPC does after a moment.
     pub fn serve(&mut self, options: &[&str]) {
         self.snapshotter = None;
         self.snapshotter = Some(serve(self.space, options));

@@ -1,11 +1,11 @@
 //! System calls that the program must not make: typing into the caller's terminal.
 //!
-//! The program inherits the terminal of whoever runs `burgeon run`. `TIOCSTI` puts characters into its
-//! input, and `TIOCLINUX` pastes a selection there: the caller's shell would execute them as the
-//! caller, outside of the container.
+//! The program inherits the terminal of whoever runs `burgeon run`. `TIOCSTI` puts characters into
+//! its input, and `TIOCLINUX` pastes a selection there: the caller's shell would execute them as
+//! the caller, outside of the container.
 //!
-//! Invariant: each number under which `ioctl` can be called is in [`ABIS`], those of other word sizes
-//! too; only the low 32 bits of the command count, as for the kernel.
+//! Invariant: each number under which `ioctl` can be called is in [`ABIS`], those of other word
+//! sizes too; only the low 32 bits of the command count, as for the kernel.
 
 use std::io;
 
@@ -60,8 +60,8 @@ impl Filter {
         Self(lines)
     }
 
-    /// Applies to this thread and all that it starts, for ever. It must not be able to get privileges.
-    /// May be called between fork and exec.
+    /// Applies to this thread and all that it starts, for ever. It must not be able to get
+    /// privileges. May be called between fork and exec.
     pub(crate) fn install(&self) -> io::Result<()> {
         let program = libc::sock_fprog {
             len: self.0.len() as libc::c_ushort,

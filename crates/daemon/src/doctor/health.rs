@@ -33,8 +33,8 @@ impl Health {
     }
 }
 
-/// Asks the daemon; one that does not answer in `patience` is a problem. No daemon is fine as long as
-/// nothing is mounted.
+/// Asks the daemon; one that does not answer in `patience` is a problem. No daemon is fine as long
+/// as nothing is mounted.
 pub fn health(state: &StateDir, patience: Duration) -> Health {
     match ask(state, patience) {
         Ok(Some(mut status)) => {

@@ -13,15 +13,15 @@
 //! stores what USER makes as files of uid 0. So the process can be another user without any change
 //! to the state directory, and earlier versions and commands find in it what they expect.
 //!
-//! Mounts that come later are not in it. Those that go would stay in it, so it has only single mounts
-//! that the process needs, and none of Burgeon's: whoever holds the last reference to a file system
-//! waits for its last requests, which nobody but this process answers. For the same reason another
-//! process takes the host's mounts off ([`fork::detached`]).
+//! Mounts that come later are not in it. Those that go would stay in it, so it has only single
+//! mounts that the process needs, and none of Burgeon's: whoever holds the last reference to a file
+//! system waits for its last requests, which nobody but this process answers. For the same reason
+//! another process takes the host's mounts off ([`fork::detached`]).
 //!
 //! [`attempt`] tries everything in a copy of the process first: whatever fails there (the file
-//! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was. What
-//! fails in [`enter`] after that ends the process: it has left the host's root, and is not yet in its
-//! own.
+//! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was.
+//! What fails in [`enter`] after that ends the process: it has left the host's root, and is not yet
+//! in its own.
 
 use std::{
     collections::BTreeSet,
@@ -199,8 +199,9 @@ enum RootItem {
     Link(PathBuf),
 }
 
-/// The paths of the root, parents first: those of [`WHOLE`], what is at `others` outside of them, the
-/// mounts on the way, and those below a folder of `/etc`, such as single certificates in a container.
+/// The paths of the root, parents first: those of [`WHOLE`], what is at `others` outside of them,
+/// the mounts on the way, and those below a folder of `/etc`, such as single certificates in a
+/// container.
 fn included(others: &[&Path], elsewhere: Option<&Path>, mounts: &[MountInfo]) -> BTreeSet<PathBuf> {
     let mounts: BTreeSet<&Path> = mounts.iter().map(|it| &*it.target).collect();
     let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));

@@ -56,8 +56,8 @@ pub(crate) fn fuse_rings() -> Result<(), String> {
     judge_rings(rings.as_deref(), disabled.as_deref(), switch)
 }
 
-/// True if the kernel makes an io_uring for administrators alone. (It also does for a group, which no
-/// process of ours is in.)
+/// True if the kernel makes an io_uring for administrators alone. (It also does for a group, which
+/// no process of ours is in.)
 pub(crate) fn rings_take_an_administrator() -> bool {
     let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled");
     disabled.is_ok_and(|value| value.trim() == "1")

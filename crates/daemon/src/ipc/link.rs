@@ -46,8 +46,8 @@ use crate::{
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
 /// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. 5: there is no
-/// `AskHelper`. An upgrade replaces the supervisor first, so each version understands the messages of
-/// the previous one and ignores those that only later ones have.
+/// `AskHelper`. An upgrade replaces the supervisor first, so each version understands the messages
+/// of the previous one and ignores those that only later ones have.
 pub(crate) const VERSION: u32 = 6;
 
 /// The rate of a `Scrub` that only ends the one that runs. Earlier servers end it, too, and read
@@ -103,8 +103,8 @@ pub(crate) enum ToServer {
         #[serde(default)]
         refuse: bool,
         /// Device and inode of each folder that the server writes to, as the host sees it: a server
-        /// with a root of its own does not see what is mounted there later. Missing from supervisors
-        /// of earlier versions.
+        /// with a root of its own does not see what is mounted there later. Missing from
+        /// supervisors of earlier versions.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         folders: Vec<Option<(u64, u64)>>,
         #[serde(flatten)]

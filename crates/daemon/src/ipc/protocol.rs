@@ -36,8 +36,8 @@ use crate::{
 pub enum Request {
     /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
     Mount(Box<MountRequest>),
-    /// Run a credential helper for a server of an earlier version, which has no message for it on its
-    /// link: answered by [`Reply::HelperSaid`].
+    /// Run a credential helper for a server of an earlier version, which has no message for it on
+    /// its link: answered by [`Reply::HelperSaid`].
     AskHelper {
         /// The helper's name, without `docker-credential-`.
         helper: String,

@@ -5,9 +5,9 @@
 //!   event:   MESSAGE, PRIORITY, BURGEON_MOUNT, … in one datagram ── not taken ─► a line on standard error
 //! ```
 //!
-//! Invariants: a process connects before it enters its sandbox, which allows it to send; sending never
-//! waits; a datagram is at most [`VALUE_MAX`] a field; a value may hold any byte, because its length
-//! precedes it.
+//! Invariants: a process connects before it enters its sandbox, which allows it to send; sending
+//! never waits; a datagram is at most [`VALUE_MAX`] a field; a value may hold any byte, because its
+//! length precedes it.
 
 use std::{fmt::Debug, io, os::unix::net::UnixDatagram, path::Path};
 
@@ -20,7 +20,8 @@ use tracing::{
 /// The socket of the journal.
 pub(super) const SOCKET: &str = "/run/systemd/journal/socket";
 
-/// Longest value of a field. An event has at most 32 fields, so an entry fits into a socket's buffer.
+/// Longest value of a field. An event has at most 32 fields, so an entry fits into a socket's
+/// buffer.
 const VALUE_MAX: usize = 4 << 10;
 
 /// Longest name of a field in the journal.

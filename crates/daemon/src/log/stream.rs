@@ -4,9 +4,10 @@
 //!   pipe, terminal ─► opened anew, with O_NONBLOCK      socket ─► MSG_DONTWAIT      file ─► write(2)
 //! ```
 //!
-//! A reader that has stopped, such as a stuck journal or the log driver of a container, must not stop the
-//! daemon. Invariants: the shared descriptor keeps its flags, because other programs write to it, too; a
-//! line that is not taken at once is dropped and counted; a line that was cut off never joins the next.
+//! A reader that has stopped, such as a stuck journal or the log driver of a container, must not
+//! stop the daemon. Invariants: the shared descriptor keeps its flags, because other programs write
+//! to it, too; a line that is not taken at once is dropped and counted; a line that was cut off
+//! never joins the next.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},

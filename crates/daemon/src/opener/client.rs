@@ -24,8 +24,8 @@ use crate::state::checksums::ChecksumPath;
 /// Requests that wait for the opener at a time.
 pub(super) const AT_ONCE: usize = 32;
 
-/// Time limit of a request, for callers without an earlier one: a read's own deadline is 30 s, and a
-/// try of it takes at most 10 s.
+/// Time limit of a request, for callers without an earlier one: a read's own deadline is 30 s, and
+/// a try of it takes at most 10 s.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Time limit of a request for a device: nobody reads from it meanwhile, and its readers wait.

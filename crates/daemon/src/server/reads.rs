@@ -32,8 +32,8 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    /// Looks at the counters of all `mounts`. Those of a mount that is seen first count from now on:
-    /// they may be its last server's.
+    /// Looks at the counters of all `mounts`. Those of a mount that is seen first count from now
+    /// on: they may be its last server's.
     pub(super) fn look(&mut self, mounts: impl Iterator<Item = (MountId, ReadBytes)>) {
         let mut seen = HashMap::new();
         for (id, now) in mounts {

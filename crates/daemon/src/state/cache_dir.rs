@@ -132,8 +132,8 @@ impl CacheDir {
         self.earlier.iter().filter(|dir| holds_a_cache(dir)).cloned().collect()
     }
 
-    /// Decides which folder the next server gets, and records it. After an error, that is the one in
-    /// the state directory.
+    /// Decides which folder the next server gets, and records it. After an error, that is the one
+    /// in the state directory.
     pub(crate) fn settle(state: &StateDir) -> Result<Self> {
         let is_by_option = env::var_os(CACHE_DIR).is_some_and(|dir| !dir.is_empty());
         Self::settle_at(state, wanted(state), is_by_option)

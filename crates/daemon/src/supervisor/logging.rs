@@ -1,5 +1,5 @@
-//! Changes level and format of the log while the daemon runs: here, in its server, and in its opener.
-//! Processes that are started later inherit both.
+//! Changes level and format of the log while the daemon runs: here, in its server, and in its
+//! opener. Processes that are started later inherit both.
 
 use burgeon_block::{Error, ErrorKind, Result};
 

@@ -38,8 +38,9 @@ use crate::{
     transport::Channel,
 };
 
-/// Mounts `plan`: the lazy data behind `channel`, which must be served already, over ublk by a device
-/// that the process `opener` has opened, and the seed's metadata in the mount's folder. Also returns the detached mount.
+/// Mounts `plan`: the lazy data behind `channel`, which must be served already, over ublk by a
+/// device that the process `opener` has opened, and the seed's metadata in the mount's folder. Also
+/// returns the detached mount.
 pub(crate) fn plumb(
     state: &StateDir,
     id: MountId,

@@ -1,7 +1,8 @@
 //! Serves the status socket: a snapshot to each client, of which nothing is read.
 //!
-//! Invariants: at most [`CLIENTS_MAX`] clients at a time, each for at most [`CLIENT_TIME`]; the state
-//! is looked at once a second at most, however many ask; no lock is held while a client is served.
+//! Invariants: at most [`CLIENTS_MAX`] clients at a time, each for at most [`CLIENT_TIME`]; the
+//! state is looked at once a second at most, however many ask; no lock is held while a client is
+//! served.
 
 use std::{
     io::Write,

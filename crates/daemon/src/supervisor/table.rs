@@ -325,9 +325,9 @@ impl Table {
         entry.send_attach(link, &self.folders);
     }
 
-    /// Makes the server see new mappings and pins. Returns the number of its answer
-    /// (in [`MountEntry::refreshes`]). Without a server, the next server's answer to its `Attach` counts as
-    /// the answer. `None` if there is no such mount.
+    /// Makes the server see new mappings and pins. Returns the number of its answer (in
+    /// [`MountEntry::refreshes`]). Without a server, the next server's answer to its `Attach`
+    /// counts as the answer. `None` if there is no such mount.
     pub(crate) fn refresh(&mut self, id: MountId) -> Option<u64> {
         let entry = self.mounts.get_mut(&id)?;
         self.numbered += 1;

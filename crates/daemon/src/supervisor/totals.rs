@@ -63,7 +63,8 @@ impl Counting {
         }
     }
 
-    /// True if the totals were written. A full disk is one event of the log, however long it is full.
+    /// True if the totals were written. A full disk is one event of the log, however long it is
+    /// full.
     fn has_written(&self, written: Result<()>) -> bool {
         let was_failing = self.is_failing.swap(written.is_err(), Relaxed);
         match &written {

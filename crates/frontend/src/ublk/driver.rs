@@ -77,8 +77,8 @@ impl Driver {
         self.with(|control| control.size(number))
     }
 
-    /// Opens `/dev/ublkcN`, which one process at a time can have. Waits for one that is just ending.
-    /// Also returns the process that has opened it.
+    /// Opens `/dev/ublkcN`, which one process at a time can have. Waits for one that is just
+    /// ending. Also returns the process that has opened it.
     pub(super) fn open(&self, number: u32) -> Result<(File, u32)> {
         let begun = Instant::now();
         loop {

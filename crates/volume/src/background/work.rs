@@ -76,7 +76,8 @@ impl BackgroundWork {
         self.prefetched(purpose).note(range);
     }
 
-    /// Bytes that were fetched for `purpose`; `None` if none were to be since the volume was opened.
+    /// Bytes that were fetched for `purpose`; `None` if none were to be since the volume was
+    /// opened.
     pub(crate) fn prefetched_bytes(&self, purpose: Purpose) -> Option<PrefetchedBytes> {
         self.cell(purpose).get().map(Prefetched::bytes)
     }

@@ -10,8 +10,8 @@
 //! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks
 //! that were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
 //! [`LINES_WINDOW`] and volume, and the next line has the number of those left out; each wrong
-//! answer and each give-up is one event, of the level debug where its line was left out; at most [`GIVEN_UP_MAX`] chunks are remembered
-//! (`tests/volume.rs`).
+//! answer and each give-up is one event, of the level debug where its line was left out; at most
+//! [`GIVEN_UP_MAX`] chunks are remembered (`tests/volume.rs`).
 
 use std::{
     collections::HashMap,

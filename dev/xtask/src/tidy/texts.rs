@@ -6,6 +6,7 @@
 //!                  ──► names of images     reserved ones are read in catalog/reserved.rs only
 //!   every text     ──► words               no path of somebody's machine
 //!   *.rs *.md *.toml ► terms               those that everybody knows
+//!   *.rs           ──► comments            at most COLUMNS_MAX columns, except drawings and tables
 //! ```
 //!
 //! Invariant: each rule has a test below that shows it failing.
@@ -14,6 +15,12 @@ use std::path::Path;
 
 /// The longest source file, in lines.
 const LINES_MAX: usize = 600;
+
+/// The widest line of prose in a comment, in columns.
+const COLUMNS_MAX: usize = 100;
+
+/// Crates whose comments are not wrapped yet.
+const NOT_WRAPPED: &[&str] = &["crates/accelerate/", "crates/accelerator/"];
 
 /// Words that must not appear in source files. Split so that this file passes its own check.
 const BANNED_IN_SOURCE: &[&str] = &[
@@ -113,6 +120,33 @@ pub(super) fn problems(name: &Path, text: &str) -> Vec<String> {
     }
     problems.extend(names_by_hand(name, text));
     problems.extend(replaced_terms(name, text));
+    problems.extend(wide_comments(name, text));
+    problems
+}
+
+/// Lines of prose in comments that are too wide. A drawing lies between two fences.
+fn wide_comments(name: &Path, text: &str) -> Vec<String> {
+    let is_source = name.extension().is_some_and(|e| e == "rs");
+    if !is_source || NOT_WRAPPED.iter().any(|folder| name.starts_with(folder)) {
+        return Vec::new();
+    }
+    let (mut problems, mut is_drawing) = (Vec::new(), false);
+    for (index, line) in text.lines().enumerate() {
+        let Some(comment) = line.trim_start().strip_prefix("//") else {
+            is_drawing = false;
+            continue;
+        };
+        let comment = comment.trim_start_matches(['/', '!', ' ']);
+        is_drawing ^= comment.starts_with("```");
+        let is_prose = !is_drawing && !comment.starts_with('|');
+        if is_prose && line.chars().count() > COLUMNS_MAX {
+            let at = index + 1;
+            problems.push(format!(
+                "{}:{at}: wrap the comment at {COLUMNS_MAX} columns",
+                name.display()
+            ));
+        }
+    }
     problems
 }
 
@@ -217,6 +251,20 @@ mod tests {
             assert_eq!((found("CHANGELOG.md", &line), found("a.sh", &line)), (0, 0), "{line}");
         }
         assert_eq!(found("a.rs", &format!("name{term}, {term}r, s{term}: bring it back")), 0);
+    }
+
+    #[test]
+    fn a_comment_that_is_too_wide_is_found_and_a_drawing_may_be_wider() {
+        let found = |name: &str, text: &str| problems(Path::new(name), text).len();
+        let wide = "w ".repeat(50);
+        for comment in ["// ", "/// ", "//! ", "    // "] {
+            assert_eq!(found("crates/x/src/a.rs", &format!("{comment}{wide}")), 1, "{comment}");
+        }
+        let drawing = format!("//! ```text\n//! {wide}\n//! ```\n//!\n");
+        assert_eq!(found("a.rs", &drawing), 0);
+        assert_eq!(found("a.rs", &format!("{drawing}//! {wide}")), 1, "behind a drawing");
+        assert_eq!(found("a.rs", &format!("/// | a | {wide} |\nlet a = \"{wide}\";")), 0);
+        assert_eq!(found("a.md", &format!("// {wide}")), 0);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The least of HTTP/1.1 that Prometheus needs: `GET /metrics`, an answer, the end of the
 //! connection.
 //!
-//! Invariants: at most [`CLIENTS_MAX`] connections, each for at most [`CLIENT_TIME`]; of a request at
-//! most [`REQUEST_MAX`] bytes are read, and only its first line matters.
+//! Invariants: at most [`CLIENTS_MAX`] connections, each for at most [`CLIENT_TIME`]; of a request
+//! at most [`REQUEST_MAX`] bytes are read, and only its first line matters.
 
 use std::{
     io::{self, Read, Write},

@@ -57,7 +57,8 @@ pub(crate) struct Metrics {
     #[arg(long, value_name = "SECONDS", default_value = "10", requires = "textfile")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
-    /// The daemon's status socket [default: /run/burgeon/status.sock; that of --state-dir, if given]
+    /// The daemon's status socket [default: /run/burgeon/status.sock; that of --state-dir, if
+    /// given]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

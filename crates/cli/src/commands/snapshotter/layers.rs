@@ -1,5 +1,5 @@
-//! Remote layers as this host can mount them: of trusted repositories, with tables of contents; or of
-//! images whose layers were all read here, and that have an index here.
+//! Remote layers as this host can mount them: of trusted repositories, with tables of contents; or
+//! of images whose layers were all read here, and that have an index here.
 //!
 //! ```text
 //!   claim    repository trusted? ─► documents of the image (kept, or read by the child) ─► chain ID, layer
@@ -9,8 +9,8 @@
 //!   unmount  burgeon umount --lazy chains/ID
 //! ```
 //!
-//! Mounting is the work of a command of its own, as a user would type it: it may be killed when it takes
-//! too long, and a failure of it is none of the snapshotter's.
+//! Mounting is the work of a command of its own, as a user would type it: it may be killed when it
+//! takes too long, and a failure of it is none of the snapshotter's.
 
 use std::{
     ffi::OsStr,
@@ -244,8 +244,8 @@ pub(super) fn image_of(source: &str) -> &str {
     Source::split_part(source.strip_prefix(CHECKED).unwrap_or(source)).0
 }
 
-/// Why nothing more may be made above the chain of this source: one of its layers unpacks to another
-/// digest than its image states.
+/// Why nothing more may be made above the chain of this source: one of its layers unpacks to
+/// another digest than its image states.
 pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
     let text = image_of(source);
     let digest = Source::parse(text)?.ok()?.pinned()?.clone();
@@ -277,8 +277,8 @@ fn check_top(image: &OciImage, wanted: &LayerChain) -> Result<(), String> {
     }
 }
 
-/// All layers of the image can be read lazily: containerd would unpack a local one above remote ones,
-/// so the pull would have to mount these first, and to wait for their registry.
+/// All layers of the image can be read lazily: containerd would unpack a local one above remote
+/// ones, so the pull would have to mount these first, and to wait for their registry.
 fn check_contents(image: &OciImage) -> Result<(), String> {
     match image.layers.iter().find(|layer| !layer.has_contents) {
         Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),

@@ -55,8 +55,8 @@ pub(crate) struct Snapshots {
     /// unpacking them: their publisher may decide what images of others with equal layers hold
     #[arg(long, value_name = "PATTERN", global = true)]
     trust: Vec<String>,
-    /// Form of containers above mounted layers: overlay (shared page cache), native (a mount each), or
-    /// auto, which is overlay in the namespace k8s.io and native in others
+    /// Form of containers above mounted layers: overlay (shared page cache), native (a mount each),
+    /// or auto, which is overlay in the namespace k8s.io and native in others
     #[arg(long, value_name = "auto|overlay|native", global = true, default_value = "auto")]
     containers: ContainerForm,
     /// Containers of repositories that match are native

@@ -1,5 +1,5 @@
-//! `burgeon snapshotter setup`: the configuration of containerd and of our unit, for the containerd that
-//! is installed.
+//! `burgeon snapshotter setup`: the configuration of containerd and of our unit, for the containerd
+//! that is installed.
 //!
 //! ```text
 //!   containerd --version ─► conf.d/burgeon.toml                  a file of ours, which config.toml imports
@@ -126,8 +126,8 @@ fn plain(path: &Path) -> Result<&str> {
     plain.ok_or_else(|| Usage(what()).into())
 }
 
-/// Whether `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI at
-/// all. containerd 1.x merges no section of a plugin with an imported one.
+/// Whether `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
+/// at all. containerd 1.x merges no section of a plugin with an imported one.
 fn own_cri(prefix: &Path) -> Option<bool> {
     let config = prefix.join(CONFIG);
     if fs::metadata(&config).ok()?.len() > CONFIG_MAX {

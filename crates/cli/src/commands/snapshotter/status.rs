@@ -73,7 +73,8 @@ fn refused(context: &Context, snapshots: &[Snapshot], last_id: u64) -> Vec<Refus
     refused.collect()
 }
 
-/// `remote`: a layer that is mounted; `native`: a container with a mount of its own; `overlay`: a container above such layers; else `local`.
+/// `remote`: a layer that is mounted; `native`: a container with a mount of its own; `overlay`: a
+/// container above such layers; else `local`.
 fn kind(one: &Snapshot, all: &[Snapshot]) -> &'static str {
     if one.remote.is_some() {
         return "remote";

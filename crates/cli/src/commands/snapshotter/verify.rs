@@ -1,5 +1,5 @@
-//! `burgeon snapshotter verify`: reads the layers of remote chains to their end, and compares them with
-//! what their images state.
+//! `burgeon snapshotter verify`: reads the layers of remote chains to their end, and compares them
+//! with what their images state.
 //!
 //! The snapshotter finds the result in the records of unpacked layers, whether or not it runs.
 

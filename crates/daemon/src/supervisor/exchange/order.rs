@@ -5,9 +5,9 @@
 //! ```
 //!
 //! `LOOP_CHANGE_FD` locks the loop device, then waits for the superblock's `s_umount`, and no
-//! signal ends that wait (v6.18: `loop_change_fd`, `bdev_mark_dead`, `super_lock`). If the holder of
-//! `s_umount` never finishes, every later open of the loop device hangs, too. Two holders may take
-//! that long:
+//! signal ends that wait (v6.18: `loop_change_fd`, `bdev_mark_dead`, `super_lock`). If the holder
+//! of `s_umount` never finishes, every later open of the loop device hangs, too. Two holders may
+//! take that long:
 //!
 //! - An umount of the file system, by whomever. A pinned file system has an active reference, so
 //!   its umount cannot begin; one whose umount has begun cannot be pinned.

@@ -13,7 +13,8 @@
 //! Invariants, held by the tests below:
 //! - Only a file system that was read and written after the exchange counts as one that bears it.
 //! - A killed attempt leaves nothing: its files have no names, and its loop devices detach
-//!   themselves. One that was killed while its file system was frozen is thawed by the next attempt.
+//!   themselves. One that was killed while its file system was frozen is thawed by the next
+//!   attempt.
 
 use std::{
     fs::{self, File},
