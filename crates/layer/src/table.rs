@@ -163,19 +163,20 @@ pub struct Table {
     pub stretches: Vec<Stretch>,
 }
 
-impl Table {
-    /// Encodes the table. Errors: `Invalid` if it is longer than `decode` accepts.
-    pub fn encode(&self) -> Result<Vec<u8>> {
-        let places = self.layers.iter().map(|layer| layer.restarts.places.len() as u64).sum();
-        let counts = Counts {
-            object_len: self.object_len.into(),
-            layers: (self.layers.len() as u64).into(),
-            places: U64::new(places),
-            stretches: (self.stretches.len() as u64).into(),
-        };
-        let mut rows = counts.as_bytes().to_vec();
-        let (mut place_rows, mut piece_rows, mut windows) = (Vec::new(), Vec::new(), Vec::new());
-        for TableLayer { digest, restarts } in &self.layers {
+/// The rows of all layers, in the order of a table.
+#[derive(Default)]
+struct LayerRows {
+    layers: Vec<u8>,
+    places: Vec<u8>,
+    pieces: Vec<u8>,
+    /// Not compressed with the rows.
+    windows: Vec<u8>,
+}
+
+impl LayerRows {
+    fn of(layers: &[TableLayer]) -> Self {
+        let mut rows = Self::default();
+        for TableLayer { digest, restarts } in layers {
             let pieces = restarts.pieces.as_ref().map(|pieces| &pieces.pieces[..]);
             let row = LayerRow {
                 digest: *digest,
@@ -185,7 +186,7 @@ impl Table {
                 codec: restarts.codec as u8 | pieces.map_or(0, |_| OF_PIECES),
                 reserved: [0; 7],
             };
-            rows.extend_from_slice(row.as_bytes());
+            rows.layers.extend_from_slice(row.as_bytes());
             let mut before = 0;
             for piece in pieces.unwrap_or_default() {
                 let row = PieceRow {
@@ -196,7 +197,7 @@ impl Table {
                     reserved: 0.into(),
                     digest: piece.digest,
                 };
-                piece_rows.extend_from_slice(row.as_bytes());
+                rows.pieces.extend_from_slice(row.as_bytes());
                 before = piece.stored.start();
             }
             for place in &restarts.places {
@@ -212,11 +213,28 @@ impl Table {
                     partial,
                     reserved: [0; 2],
                 };
-                place_rows.extend_from_slice(row.as_bytes());
-                windows.extend_from_slice(window);
+                rows.places.extend_from_slice(row.as_bytes());
+                rows.windows.extend_from_slice(window);
             }
         }
-        rows.extend(place_rows);
+        rows
+    }
+}
+
+impl Table {
+    /// Encodes the table. Errors: `Invalid` if it is longer than `decode` accepts.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let places = self.layers.iter().map(|layer| layer.restarts.places.len() as u64).sum();
+        let counts = Counts {
+            object_len: self.object_len.into(),
+            layers: (self.layers.len() as u64).into(),
+            places: U64::new(places),
+            stretches: (self.stretches.len() as u64).into(),
+        };
+        let mut rows = counts.as_bytes().to_vec();
+        let of_layers = LayerRows::of(&self.layers);
+        rows.extend(of_layers.layers);
+        rows.extend(of_layers.places);
         let (mut at, mut offset) = (0, 0u64);
         for stretch in &self.stretches {
             let row = StretchRow {
@@ -228,7 +246,7 @@ impl Table {
             rows.extend_from_slice(row.as_bytes());
             (at, offset) = (stretch.end(), stretch.offset + u64::from(stretch.len));
         }
-        rows.extend(piece_rows);
+        rows.extend(of_layers.pieces);
         let stored = zstd::bulk::compress(&rows, ROWS_LEVEL)
             .map_err(|error| Error::io("cannot compress a table", error))?;
         let header = Header {
@@ -243,7 +261,7 @@ impl Table {
             rows_stored: (stored.len() as u64).into(),
             reserved: 0.into(),
         };
-        let bytes = [header.as_bytes(), &stored, &windows].concat();
+        let bytes = [header.as_bytes(), &stored, &of_layers.windows].concat();
         if rows.len() as u64 > ROWS_MAX || bytes.len() as u64 > TABLE_MAX {
             let what = "the image has too many files or too large layers for an index";
             return Err(Error::new(ErrorKind::Invalid, what));

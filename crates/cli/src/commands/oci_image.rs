@@ -6,7 +6,7 @@ use std::{process::ExitCode, time::Instant};
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord};
-use burgeon_oci::{How, ImageForm, Pull, ReadLayers, Source};
+use burgeon_oci::{FoundImage, How, ImageForm, Pull, ReadLayers, Source};
 use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
@@ -96,22 +96,7 @@ pub(super) fn find(
                 ),
             ));
         }
-        // A remote record is read only where it is needed, which saves a round trip.
-        let is_near = context.store_location().folder().is_some();
-        if !is_near && !catalog::is_reserved(&text) {
-            let (digest, store_away) = far::find(context, &text, pull)?;
-            return Ok(ImageLocation { digest, store_away, ..here(text, None, Access::default()) });
-        }
-        let found = context.open_store().and_then(|store| named::trusted(context, &store, &text));
-        return Ok(match found {
-            Ok(image) => {
-                let shown = if image.name == text { text } else { shown.clone() };
-                ImageLocation { shown, ..here(image.name.clone(), Some(image), Access::default()) }
-            }
-            Err(e) => {
-                ImageLocation { missing: Some(e), ..here(text.clone(), None, Access::default()) }
-            }
-        });
+        return find_named(context, text, pull, here);
     };
     let (source, store) = (source?, context.create_store()?);
     if pinned {
@@ -149,24 +134,12 @@ pub(super) fn find(
             });
         }
     };
-    if let Some(report) = found.report.filter(|_| !context.json) {
-        let done = match found.how {
-            How::Built => "built",
-            How::Fetched => "fetched",
-            How::Listed => "listed",
-        };
+    if let Some(report) = found.report.as_ref().filter(|_| !context.json) {
         let stored = burgeon_oci::stored_bytes(&store, &found.image)?;
-        built::describe(done, named::public(&text), &report, stored, begun.elapsed().as_secs_f64());
+        let (done, seconds) = (done(found.how), begun.elapsed().as_secs_f64());
+        built::describe(done, named::public(&text), report, stored, seconds);
     }
-    for note in found.notes {
-        eprintln!("note: {note}");
-    }
-    for digest in found.unused {
-        eprintln!(
-            "note: the image has the published index {digest}, which was not used, because its \
-             author is not known to be trusted; --index {digest} uses it"
-        );
-    }
+    print_notes(&found);
     // If this fails, only commands that name the image by this reference miss it.
     let digest = found.image.digest()?;
     let _ = context.provenance().refer(&shown, &digest);
@@ -175,6 +148,54 @@ pub(super) fn find(
         None => Access::default(),
     };
     Ok(here(found.image.name.clone(), Some(found.image), layers))
+}
+
+/// Finds the image `text`, a name in the store. `located` completes a location.
+fn find_named(
+    context: &Context,
+    text: String,
+    pull: Pull,
+    located: impl Fn(String, Option<ImageRecord>, Access) -> ImageLocation,
+) -> Result<ImageLocation> {
+    // A remote record is read only where it is needed, which saves a round trip.
+    let is_near = context.store_location().folder().is_some();
+    if !is_near && !catalog::is_reserved(&text) {
+        let (digest, store_away) = far::find(context, &text, pull)?;
+        let location = located(text, None, Access::default());
+        return Ok(ImageLocation { digest, store_away, ..location });
+    }
+    let found = context.open_store().and_then(|store| named::trusted(context, &store, &text));
+    Ok(match found {
+        Ok(image) => {
+            let location = located(image.name.clone(), Some(image), Access::default());
+            match location.name == text {
+                true => ImageLocation { shown: text, ..location },
+                false => location,
+            }
+        }
+        Err(e) => ImageLocation { missing: Some(e), ..located(text, None, Access::default()) },
+    })
+}
+
+/// What was done to have the image here.
+fn done(how: How) -> &'static str {
+    match how {
+        How::Built => "built",
+        How::Fetched => "fetched",
+        How::Listed => "listed",
+    }
+}
+
+fn print_notes(found: &FoundImage) {
+    for note in &found.notes {
+        eprintln!("note: {note}");
+    }
+    for digest in &found.unused {
+        eprintln!(
+            "note: the image has the published index {digest}, which was not used, because its \
+             author is not known to be trusted; --index {digest} uses it"
+        );
+    }
 }
 
 /// True if the state directory's own store has the OCI image `text`, or its index, made without

@@ -12,7 +12,6 @@
 //! the folder is removed last.
 
 use std::{
-    collections::BTreeMap,
     fs,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -26,7 +25,7 @@ use burgeon_source::{Access, Location};
 
 use super::{
     Supervisor, grants,
-    table::{MountEntry, Recording, Serving},
+    table::{MountEntry, Serving},
 };
 use crate::{
     host::backing_devices,
@@ -245,29 +244,11 @@ impl Supervisor {
         files::publish_json(&folder.join("mount.json"), &record)?;
         let folders = self.folders_of_server();
         self.table().folders = folders;
+        let entry = MountEntry::new(record, fuse, Slots::create()?);
         self.table().add(MountEntry {
-            record,
-            fuse,
-            slots: Slots::create()?,
             serving: if channel.is_plain() { Serving::Yes } else { Serving::Awaited },
-            attach_number: 0,
-            attach_answered: 0,
-            opener: None,
-            refreshes: BTreeMap::new(),
-            mending: false,
-            handed_out: false,
-            ended: false,
-            lost: false,
-            stopped: None,
-            reconnect: None,
-            reconnecting: false,
-            releasing: false,
-            recording: Recording::Off,
-            growing: false,
-            growth_failed: None,
-            growth_ended: false,
-            held: false,
             _writes_lock: plan.lock.take(),
+            ..entry
         });
         self.await_serving(id)?;
         let opener = self.table().mounts.get(&id).and_then(|entry| entry.opener);

@@ -161,27 +161,7 @@ impl Plan {
         wanted: &SproutRequest,
         record: WritesRecord,
     ) -> Result<Self> {
-        let is_same = request.digest.is_some_and(|digest| digest.0 == record.manifest.0);
-        if !is_same && image_of(&record.image) != image_of(&request.image) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "the writes {:?} were made on the image {:?}, not on {:?}: take another name for \
-                     them, or mount that image",
-                    record.name, record.image, request.image
-                ),
-            ));
-        }
-        if request.virtual_bytes > 0 && request.virtual_bytes != record.virtual_bytes {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "the writes {:?} were made with a virtual area of {} bytes, which cannot be \
-                     changed: leave --virtual away, or take another name for them",
-                    record.name, record.virtual_bytes
-                ),
-            ));
-        }
+        refuse_misfit(request, &record)?;
         let mut notes = Vec::new();
         let folder = writes::folder(state, &record.name);
         // A moved store gets its new name; the digests identify the chunks.
@@ -344,6 +324,32 @@ fn record(
         sprout_fsid: None,
         virtual_bytes: request.virtual_bytes,
     })
+}
+
+/// Refuses a mount of existing writes on another image, or with another virtual area.
+fn refuse_misfit(request: &MountRequest, record: &WritesRecord) -> Result<()> {
+    let is_same = request.digest.is_some_and(|digest| digest.0 == record.manifest.0);
+    if !is_same && image_of(&record.image) != image_of(&request.image) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "the writes {:?} were made on the image {:?}, not on {:?}: take another name for \
+                 them, or mount that image",
+                record.name, record.image, request.image
+            ),
+        ));
+    }
+    if request.virtual_bytes > 0 && request.virtual_bytes != record.virtual_bytes {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "the writes {:?} were made with a virtual area of {} bytes, which cannot be \
+                 changed: leave --virtual away, or take another name for them",
+                record.name, record.virtual_bytes
+            ),
+        ));
+    }
+    Ok(())
 }
 
 fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result<Sprout> {

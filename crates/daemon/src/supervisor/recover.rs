@@ -8,7 +8,7 @@
 //! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`reconnect.rs`) |
 //! | the machine | folders of mounts that have ended | they are removed; named writes are elsewhere |
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, thread};
+use std::{os::fd::OwnedFd, sync::Arc, thread};
 
 use burgeon_block::{ErrorKind, Result};
 use burgeon_frontend::Slots;
@@ -17,7 +17,7 @@ use super::{
     LOST_INTERVAL, Supervisor,
     release::forget,
     server_monitor,
-    table::{MountEntry, Recording, Serving},
+    table::{MountEntry, Serving},
 };
 use crate::{
     host::backing_devices,
@@ -121,30 +121,8 @@ impl Supervisor {
             },
             WritesState::ReadOnly => None,
         };
-        Ok(MountEntry {
-            record,
-            fuse,
-            slots,
-            serving: Serving::Awaited,
-            attach_number: 0,
-            attach_answered: 0,
-            opener: None,
-            refreshes: BTreeMap::new(),
-            mending: false,
-            handed_out: true,
-            ended: false,
-            releasing: false,
-            lost: false,
-            stopped: None,
-            reconnect: None,
-            reconnecting: false,
-            recording: Recording::Off,
-            growing: false,
-            growth_failed: None,
-            growth_ended: false,
-            held: false,
-            _writes_lock: writes_lock,
-        })
+        let entry = MountEntry::new(record, fuse, slots);
+        Ok(MountEntry { handed_out: true, _writes_lock: writes_lock, ..entry })
     }
 }
 

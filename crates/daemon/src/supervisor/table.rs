@@ -109,6 +109,34 @@ pub(crate) struct MountEntry {
 }
 
 impl MountEntry {
+    /// A mount that no server serves yet, and that nobody has.
+    pub(crate) fn new(record: MountRecord, fuse: Option<OwnedFd>, slots: Slots) -> Self {
+        Self {
+            record,
+            fuse,
+            slots,
+            serving: Serving::Awaited,
+            attach_number: 0,
+            opener: None,
+            attach_answered: 0,
+            refreshes: BTreeMap::new(),
+            mending: false,
+            handed_out: false,
+            ended: false,
+            releasing: false,
+            lost: false,
+            stopped: None,
+            reconnect: None,
+            reconnecting: false,
+            recording: Recording::Off,
+            growing: false,
+            growth_failed: None,
+            growth_ended: false,
+            held: false,
+            _writes_lock: None,
+        }
+    }
+
     /// A failure means that the server is dead; its successor is told again.
     fn send_attach(&self, link: &UnixStream, folders: &[Option<Identity>]) {
         let message = ToServer::Attach {

@@ -50,71 +50,16 @@ pub(super) fn client(
     traffic: &Arc<Traffic>,
 ) -> Result<Arc<dyn ObjectStore>> {
     choose_cryptography();
-    let connector = Connector(Arc::clone(traffic));
-    let (retry, options) = (retry_config(retries), client_options(retries));
     access
         .variables()
         .try_for_each(|(name, value)| key_files::check(&name.to_ascii_lowercase(), value))?;
-    let variables = || {
-        access.variables().map(|(name, value)| {
-            let name = name.to_ascii_lowercase();
-            let value = key_files::usable(&name, value.to_owned());
-            (name, value)
-        })
-    };
-    let client: object_store::Result<Arc<dyn ObjectStore>> = match url.scheme {
-        Scheme::S3 => {
-            // Options first: a setting of the environment overrides one of them.
-            let mut builder = AmazonS3Builder::new().with_client_options(options);
-            for (name, value) in variables() {
-                let Ok(key) = name.parse::<AmazonS3ConfigKey>() else { continue };
-                let is_service = matches!(
-                    key,
-                    AmazonS3ConfigKey::Endpoint
-                        | AmazonS3ConfigKey::S3Endpoint
-                        | AmazonS3ConfigKey::StsEndpoint
-                );
-                if is_service && value.starts_with("http://") {
-                    // An http:// metadata service does not allow http:// for the store's own
-                    // requests.
-                    let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
-                    builder = builder.with_config(plain, "true");
-                }
-                builder = builder.with_config(key, value);
-            }
-            let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
-            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
-        }
-        Scheme::Gcs => {
-            let mut builder = GoogleCloudStorageBuilder::new().with_client_options(options);
-            // A setting of the environment overrides it.
-            for (name, value) in key_files::google_default().into_iter().chain(variables()) {
-                let Ok(key) = name.parse::<GoogleConfigKey>() else { continue };
-                builder = builder.with_config(key, value);
-            }
-            let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
-            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
-        }
-        Scheme::Azure => {
-            let mut builder = MicrosoftAzureBuilder::new().with_client_options(options);
-            for (name, value) in variables() {
-                let Ok(key) = name.parse::<AzureConfigKey>() else { continue };
-                if key == AzureConfigKey::Endpoint && value.starts_with("http://") {
-                    let plain = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
-                    builder = builder.with_config(plain, "true");
-                }
-                builder = builder.with_config(key, value);
-            }
-            let builder = builder.with_container_name(url.bucket()).with_retry(retry);
-            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
-        }
-        Scheme::Http => {
-            let address = url.to_string();
-            let options = options.with_allow_http(address.starts_with("http://"));
-            let builder = HttpBuilder::new().with_url(address).with_client_options(options);
-            let builder = builder.with_retry(retry).with_http_connector(connector);
-            builder.build().map(|store| Arc::new(store) as _)
-        }
+    let connector = Connector(Arc::clone(traffic));
+    let parts = (retry_config(retries), client_options(retries), connector);
+    let client = match url.scheme {
+        Scheme::S3 => s3(url, access, parts),
+        Scheme::Gcs => google(url, access, parts),
+        Scheme::Azure => azure(url, access, parts),
+        Scheme::Http => http(url, parts),
     };
     client.map_err(|e| {
         let hint = match url.scheme {
@@ -127,6 +72,73 @@ pub(super) fn client(
         drop(e);
         Error::new(ErrorKind::Invalid, format!("the settings for {url} make no sense: {hint}"))
     })
+}
+
+type Parts = (RetryConfig, ClientOptions, Connector);
+type Built = object_store::Result<Arc<dyn ObjectStore>>;
+
+/// The settings in the environment, by the names that the library knows.
+fn settings(access: &Access) -> impl Iterator<Item = (String, String)> + '_ {
+    access.variables().map(|(name, value)| {
+        let name = name.to_ascii_lowercase();
+        let value = key_files::usable(&name, value.to_owned());
+        (name, value)
+    })
+}
+
+fn s3(url: &RemoteUrl, access: &Access, (retry, options, connector): Parts) -> Built {
+    // Options first: a setting of the environment overrides one of them.
+    let mut builder = AmazonS3Builder::new().with_client_options(options);
+    for (name, value) in settings(access) {
+        let Ok(key) = name.parse::<AmazonS3ConfigKey>() else { continue };
+        let is_service = matches!(
+            key,
+            AmazonS3ConfigKey::Endpoint
+                | AmazonS3ConfigKey::S3Endpoint
+                | AmazonS3ConfigKey::StsEndpoint
+        );
+        if is_service && value.starts_with("http://") {
+            // An http:// metadata service does not allow http:// for the store's own requests.
+            let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
+            builder = builder.with_config(plain, "true");
+        }
+        builder = builder.with_config(key, value);
+    }
+    let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
+    builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+}
+
+fn google(url: &RemoteUrl, access: &Access, (retry, options, connector): Parts) -> Built {
+    let mut builder = GoogleCloudStorageBuilder::new().with_client_options(options);
+    // A setting of the environment overrides it.
+    for (name, value) in key_files::google_default().into_iter().chain(settings(access)) {
+        let Ok(key) = name.parse::<GoogleConfigKey>() else { continue };
+        builder = builder.with_config(key, value);
+    }
+    let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
+    builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+}
+
+fn azure(url: &RemoteUrl, access: &Access, (retry, options, connector): Parts) -> Built {
+    let mut builder = MicrosoftAzureBuilder::new().with_client_options(options);
+    for (name, value) in settings(access) {
+        let Ok(key) = name.parse::<AzureConfigKey>() else { continue };
+        if key == AzureConfigKey::Endpoint && value.starts_with("http://") {
+            let plain = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
+            builder = builder.with_config(plain, "true");
+        }
+        builder = builder.with_config(key, value);
+    }
+    let builder = builder.with_container_name(url.bucket()).with_retry(retry);
+    builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+}
+
+fn http(url: &RemoteUrl, (retry, options, connector): Parts) -> Built {
+    let address = url.to_string();
+    let options = options.with_allow_http(address.starts_with("http://"));
+    let builder = HttpBuilder::new().with_url(address).with_client_options(options);
+    let builder = builder.with_retry(retry).with_http_connector(connector);
+    builder.build().map(|store| Arc::new(store) as _)
 }
 
 fn client_options(retries: Retries) -> ClientOptions {

@@ -1,7 +1,4 @@
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    os::unix::net::UnixStream,
-};
+use std::{collections::BTreeSet, os::unix::net::UnixStream};
 
 use burgeon_block::{Error, ErrorKind};
 use burgeon_frontend::Slots;
@@ -29,30 +26,9 @@ pub(in crate::supervisor) fn entry(id: MountId) -> MountEntry {
             "transport": { "kind": "ublk", "number": 7 },
         },
     });
-    MountEntry {
-        record: serde_json::from_value::<MountRecord>(record).unwrap(),
-        fuse: None,
-        slots: Slots::create().unwrap(),
-        serving: Serving::Awaited,
-        attach_number: 0,
-        attach_answered: 0,
-        opener: None,
-        refreshes: BTreeMap::new(),
-        mending: false,
-        handed_out: true,
-        ended: false,
-        releasing: false,
-        lost: false,
-        stopped: None,
-        reconnect: None,
-        reconnecting: false,
-        recording: Recording::Off,
-        growing: false,
-        growth_failed: None,
-        growth_ended: false,
-        held: false,
-        _writes_lock: None,
-    }
+    let record = serde_json::from_value::<MountRecord>(record).unwrap();
+    let entry = MountEntry::new(record, None, Slots::create().unwrap());
+    MountEntry { handed_out: true, ..entry }
 }
 
 /// A table with one mount, and the server's end of its link.
