@@ -40,7 +40,7 @@ Exit codes:
 
 Environment:
   BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_CACHE_DIR, BURGEON_LOG, BURGEON_CONFIG
-             as --state-dir, --store, --log-level and --config";
+             as --state-dir, --store, --cache-dir, --log-level and --config";
 
 /// Mount a file tree lazily: all names at once, each block when it is first read, verified,
 /// cached and writable.
@@ -450,7 +450,8 @@ pub(crate) struct Push {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Pull {
-    /// The image: oci://REGISTRY/REPOSITORY:TAG, or a name in the store of --store
+    /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST], oci-layout:DIR[:TAG], or a name in the
+    /// store of --store
     pub(crate) source: String,
     /// Fetch all data of the image, into the state directory's own store
     #[arg(long)]

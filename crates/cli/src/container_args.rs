@@ -56,7 +56,7 @@ pub(crate) struct Choices {
     /// Policy for asking a registry for the current image, as for `mount` [default: newer]
     #[arg(long, value_enum, value_name = "POLICY")]
     pub(crate) pull: Option<Pull>,
-    /// The command, instead of the image's arguments; its entrypoint comes first
+    /// The command, in place of the image's Cmd; the image's entrypoint still comes first
     #[arg(last = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 }

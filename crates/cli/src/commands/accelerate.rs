@@ -67,10 +67,11 @@ pub(crate) enum AccelerateCommand {
         cache_name: String,
         /// The slow device, or a file
         slow: PathBuf,
-        /// Its name in the cache, and in /dev/burgeon [default: that of its file]
+        /// Name of the new device, also in /dev/burgeon [default: the file name of SLOW]
         #[arg(long)]
         name: Option<String>,
-        /// Writes go to the slow device; then write-through updates the cache
+        /// Writes go to the slow device; then write-through updates the cache, and write-around
+        /// drops the blocks from it
         #[arg(long, default_value = "write-through",
             value_parser = PossibleValuesParser::new(MODES.map(Mode::name)))]
         mode: String,
@@ -78,7 +79,7 @@ pub(crate) enum AccelerateCommand {
         /// adaptive]
         #[arg(long, value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
-        /// Sequences of requests go round the cache from this length on; 0 for never
+        /// Let sequential requests bypass the cache from this length on; off for never
         #[arg(long, default_value = "4M", value_parser = parse_cutoff)]
         sequential_cutoff: u64,
         /// Keep cached content: nothing else has written to the slow device since it was detached

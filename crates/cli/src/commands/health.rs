@@ -15,7 +15,8 @@ Examples:
   burgeon health /mnt/a           the same for one mount
   burgeon health --json --timeout 2
 
-Exit code 1 means that programs wait for data, or get EIO. A daemon that does not run is fine while
+Exit code 1 means that programs wait for data, get EIO, or cannot write because btrfs forced the
+mount read-only. A daemon that does not run is fine while
 nothing is mounted. `burgeon doctor` examines the whole host.";
 
 #[derive(clap::Args, Debug)]

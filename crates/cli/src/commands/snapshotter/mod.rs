@@ -52,7 +52,7 @@ pub(crate) struct Snapshots {
     )]
     socket: PathBuf,
     /// Mount layers of repositories that match, such as registry.example/team/*, instead of
-    /// unpacking them: their publisher may decide what images of others with equal layers hold
+    /// unpacking them: their publishers can then decide the contents of equal layers elsewhere
     #[arg(long, value_name = "PATTERN", global = true)]
     trust: Vec<String>,
     /// Form of containers above mounted layers: overlay (shared page cache), native (a mount each),
