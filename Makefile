@@ -23,7 +23,7 @@
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
 # 1.88 or newer, https://rustup.rs); for `make test` also Go 1.21 or newer (https://go.dev/dl), with which
-# containerd's own tests are made.
+# containerd's own tests and containerd 2.x are made.
 
 CARGO ?= cargo
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)

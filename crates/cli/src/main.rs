@@ -42,8 +42,8 @@ use burgeon_daemon::{
     roles::{self, ROLES},
 };
 
-/// The allocator of musl maps and unmaps every large buffer, and the kernel clears its pages: a read
-/// of a stored chunk took twice as long with it. `dist/build` says how much this one reserves.
+/// The allocator of musl maps and unmaps every large buffer, and the kernel clears its pages: reads
+/// of stored chunks took twice as long with it. `dist/build` says how much this one reserves.
 #[cfg(target_env = "musl")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

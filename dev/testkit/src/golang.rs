@@ -24,12 +24,28 @@ pub fn go_tests(name: &str) -> PathBuf {
     made.entry(name.to_owned()).or_insert_with(|| make_tests(name)).clone()
 }
 
+/// Makes the commands of the module `dev/NAME` that it names as packages, and returns the folder of
+/// their programs.
+pub fn go_programs(name: &str, packages: &[&str]) -> PathBuf {
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _one = MAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let programs = tools().join(name);
+    std::fs::create_dir_all(&programs).expect("the folder of tools can be made");
+    // Without the parts of containerd that need other programs, and tables for debuggers.
+    let tags = "no_btrfs,no_devmapper,no_tracing,no_zfs";
+    let build = ["build", "-tags", tags, "-ldflags=-s -w", "-o"];
+    go(&module(name), &build, &programs, packages);
+    programs
+}
+
 fn make_tests(name: &str) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let tools = tools();
-    let program = tools.join(format!("{name}.test"));
-    go(&root.join("dev").join(name), &["test", "-c", "-o"], &program, &["."]);
+    let program = tools().join(format!("{name}.test"));
+    go(&module(name), &["test", "-c", "-o"], &program, &["."]);
     program
+}
+
+fn module(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dev").join(name)
 }
 
 /// The folder of made and fetched programs, which outlives the tests.

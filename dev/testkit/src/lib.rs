@@ -45,7 +45,7 @@ pub use debian::debian_root;
 pub use estargz::Estargz;
 pub use events::Events;
 pub use fio::{Fio, FioResult};
-pub use golang::{go_tests, tools};
+pub use golang::{go_programs, go_tests, tools};
 pub use images::{OciLayout, busybox_image, skopeo_copy};
 pub use layers::{gzip, gzip_flushed, like_programs};
 pub use machine::{

@@ -59,7 +59,7 @@ pub(crate) const QUICK: [&str; 52] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 81] = [
+const OTHERS: [&str; 82] = [
     "accelerated",
     "archives",
     "attributes",
@@ -115,6 +115,7 @@ const OTHERS: [&str; 81] = [
     "package",
     "paths",
     "pin",
+    "pods",
     "pressure",
     "profile",
     "push",

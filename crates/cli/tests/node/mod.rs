@@ -6,7 +6,7 @@ use std::{
     fs::{self, File},
     io::Write,
     os::unix::fs::symlink,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
 };
@@ -14,6 +14,8 @@ use std::{
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use testkit::{Estargz, OciLayout, PATIENCE, Space, go_tests, skopeo_copy, wait_until};
+
+pub mod pods;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 /// Number of nodes of this process.
@@ -40,7 +42,10 @@ pub struct Node<'a> {
     pub snapshotter: Option<Running>,
     /// Its own: runc knows containers of all containerds by namespace and name.
     pub namespace: String,
-    _containerd: Running,
+    /// The folder with the programs of containerd; `None`: Debian's.
+    programs: Option<PathBuf>,
+    config: PathBuf,
+    containerd: Option<Running>,
 }
 
 impl<'a> Node<'a> {
@@ -64,14 +69,44 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 "#
         )
         .unwrap();
-        let snapshotter = Some(serve(space, options));
-        let mut containerd = Command::new("containerd");
-        containerd.arg("--config").arg(config).stderr(File::create(space.path("c.log")).unwrap());
         let number = NODES.fetch_add(1, Ordering::Relaxed);
         let namespace = format!("test-{}-{number}", std::process::id());
-        let node = Self { space, namespace, snapshotter, _containerd: start(&mut containerd) };
-        assert!(wait_until(PATIENCE, || node.ctr(&["version"]).is_ok()), "containerd does not run");
+        Self::configured(space, namespace, config, None, options)
+    }
+
+    /// With a configuration, and containerd's programs in a folder.
+    pub fn configured(
+        space: &'a Space,
+        namespace: String,
+        config: PathBuf,
+        programs: Option<PathBuf>,
+        options: &[&str],
+    ) -> Self {
+        let snapshotter = Some(serve(space, options));
+        let mut node = Self { space, snapshotter, namespace, programs, config, containerd: None };
+        node.start_containerd();
         node
+    }
+
+    /// Kills containerd if it runs, and starts it.
+    pub fn start_containerd(&mut self) {
+        self.containerd = None;
+        let mut containerd = self.program("containerd");
+        containerd.arg("--config").arg(&self.config);
+        let log = File::options().append(true).create(true).open(self.space.path("c.log"));
+        self.containerd = Some(start(containerd.stderr(log.unwrap())));
+        let runs = wait_until(PATIENCE, || self.ctr(&["version"]).is_ok());
+        let log = || fs::read_to_string(self.space.path("c.log")).unwrap();
+        assert!(runs, "containerd does not run: {}", log());
+    }
+
+    /// A program of containerd, which finds the others of its version first.
+    pub fn program(&self, name: &str) -> Command {
+        let Some(programs) = &self.programs else { return Command::new(name) };
+        let mut command = Command::new(programs.join(name));
+        let path = std::env::var("PATH").unwrap_or_default();
+        command.env("PATH", format!("{}:{path}", programs.display()));
+        command
     }
 
     /// Kills the snapshotter, starts it again, and waits until containerd has connected to it,
@@ -88,7 +123,8 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 
     /// Runs `ctr`; its output, or what it said.
     pub fn ctr(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = Command::new("ctr")
+        let output = self
+            .program("ctr")
             .env("CONTAINERD_NAMESPACE", &self.namespace)
             .arg("--address")
             .arg(self.space.path("c.sock"))
@@ -111,13 +147,11 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
     /// The changes of a stopped container: a line an entry, without its time, and all data.
     pub fn diff(&self, snapshotter: &str, name: &str) -> (Vec<String>, String) {
         let archive = self.space.path("diff.tar.gz");
-        let script = format!(
-            "ctr --address {} --namespace {} snapshots --snapshotter {snapshotter} diff {name} > {}",
-            self.space.path("c.sock").display(),
-            self.namespace,
-            archive.display()
-        );
-        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        let mut diff = self.program("ctr");
+        diff.env("CONTAINERD_NAMESPACE", &self.namespace);
+        diff.arg("--address").arg(self.space.path("c.sock"));
+        diff.args(["snapshots", "--snapshotter", snapshotter, "diff", name]);
+        assert!(diff.stdout(File::create(&archive).unwrap()).status().unwrap().success());
         let tar = |options: &[&str]| {
             let output = Command::new("tar").args(options).arg(&archive).output().unwrap();
             assert!(output.status.success(), "{output:?}");
@@ -137,11 +171,22 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 
     /// Pulls with the labels for remote snapshotters, as kubelet and nerdctl do.
     pub fn pull(&self, image: &str) -> Result<(), String> {
+        self.client("^TestPull$", &[("IMAGE", image)])
+    }
+
+    /// Commits a container of an image as the image `to`, as nerdctl does.
+    pub fn commit(&self, container: &str, image: &str, to: &str) -> Result<(), String> {
+        let variables = [("CONTAINER", container), ("IMAGE", image), ("COMMITTED", to)];
+        self.client("^TestCommit$", &variables)
+    }
+
+    /// Runs what a client of containerd does, in dev/containerd.
+    fn client(&self, test: &str, variables: &[(&str, &str)]) -> Result<(), String> {
         let output = Command::new(go_tests("containerd"))
-            .args(["-test.run", "^TestPull$"])
+            .args(["-test.run", test])
             .env("ADDRESS", self.space.path("c.sock"))
-            .env("IMAGE", image)
             .env("CONTAINERD_NAMESPACE", &self.namespace)
+            .envs(variables.iter().copied())
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -255,6 +300,17 @@ impl Pushed {
 /// states its own diff IDs, or `stated`.
 pub fn push_estargz(space: &Space, name: &str, second: &str, stated: Option<&[String]>) -> Pushed {
     let plain = image_with(space, &format!("layout-{second}"), second);
+    push_estargz_of(space, &plain, name, second, stated)
+}
+
+/// The same of another image, through the new folder `estargz-LABEL`.
+pub fn push_estargz_of(
+    space: &Space,
+    plain: &OciLayout,
+    name: &str,
+    label: &str,
+    stated: Option<&[String]>,
+) -> Pushed {
     let read = |path: &Path| serde_json::from_slice::<Value>(&fs::read(path).unwrap()).unwrap();
     let blob = |digest: &Value| {
         let hex = digest.as_str().unwrap().strip_prefix("sha256:").unwrap();
@@ -282,7 +338,7 @@ pub fn push_estargz(space: &Space, name: &str, second: &str, stated: Option<&[St
             layers.push(layer["digest"].as_str().unwrap().to_owned());
         }
     };
-    let folder = space.path(&format!("estargz-{second}"));
+    let folder = space.path(&format!("estargz-{label}"));
     OciLayout::by_hand(&folder, Some(&ids), &blobs, annotate).unwrap();
     let from = format!("oci:{}", folder.display());
     skopeo_copy(&["--preserve-digests"], &from, &format!("docker://{name}")).unwrap();
