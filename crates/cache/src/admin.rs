@@ -10,6 +10,7 @@ use crate::{
     arena::Arenas,
     index::KeyIndex,
     journal::{Event, Record},
+    owners::{Number, Owners},
     policy::Policy,
     reuse::Reuse,
     slots::{Chunk, Location, SLOTS_MAX, Slots},
@@ -59,6 +60,7 @@ pub(crate) struct Admin {
     pub(crate) making: bool,
     pub(crate) held: HashMap<ChunkKey, u32>,
     pub(crate) held_bytes: u64,
+    pub(crate) owners: Owners,
     pub(crate) freed: Vec<Freed>,
     pub(crate) records: Vec<Record>,
     pub(crate) records_lost: bool,
@@ -80,6 +82,7 @@ impl Admin {
             making: false,
             held: HashMap::new(),
             held_bytes: 0,
+            owners: Owners::default(),
             freed: Vec::new(),
             records: Vec::new(),
             records_lost: false,
@@ -125,11 +128,12 @@ impl Admin {
         });
     }
 
-    /// Makes the written `chunk` found. `None` if its key is found already, or all slots are taken.
+    /// Makes the written `chunk` found, as one of `owner`. `None` if its key is found already, or
+    /// all slots are taken.
     pub(crate) fn insert(
         &mut self,
         chunk: &Chunk,
-        why: Why,
+        (why, owner): (Why, Number),
         slots: &Slots,
         index: &KeyIndex,
     ) -> Option<crate::Place> {
@@ -153,6 +157,9 @@ impl Admin {
             self.held_bytes += u64::from(bytes);
         }
         self.policy.inserted(slot, index.hash(&chunk.key), bytes, why);
+        if let Some(place) = place {
+            self.owners.came((slot, place), bytes.into(), owner, slots);
+        }
         place
     }
 
@@ -172,14 +179,28 @@ impl Admin {
         self.free.push(slot);
         self.policy.removed(slot);
         self.chunks -= 1;
-        let blocks = chunk.about.blocks();
-        let bytes = u64::from(blocks) * BLOCK_SIZE;
+        let (blocks, bytes) = (chunk.about.blocks(), chunk.about.bytes());
+        self.owners.went(slot, bytes);
         if self.held.contains_key(&chunk.key) {
             self.held_bytes = self.held_bytes.saturating_sub(bytes);
         }
         self.freed.push(Freed { location: chunk.location, blocks });
         self.record(Event::Removed, &chunk, arenas);
         Some(bytes)
+    }
+
+    /// Forgets the next chunk of an owners' limit. `None` if all of them are held.
+    pub(crate) fn evict_of(
+        &mut self,
+        limit: usize,
+        slots: &Slots,
+        index: &KeyIndex,
+        arenas: &Arenas,
+    ) -> Option<u64> {
+        let held = &self.held;
+        let is_held = |slot| slots.key(slot).is_some_and(|key| held.contains_key(&key));
+        let slot = self.owners.victim(limit, slots, is_held)?;
+        self.remove(slot, slots, index, arenas)
     }
 
     /// The next slot to evict: not one that is held.

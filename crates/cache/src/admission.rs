@@ -12,8 +12,11 @@
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, Pages, Result};
 
 use crate::{
-    ChunkKey, Place, Why, hold,
+    ChunkKey, Place, Why,
+    admin::Admin,
+    hold,
     journal::Event,
+    owners::Number,
     policy::Pressure,
     settings::Bounds,
     shared::{Shared, lock},
@@ -22,22 +25,35 @@ use crate::{
 
 impl Shared {
     /// False if the rules of fill forbid the chunk now.
-    pub(crate) fn has_room_for_fill(&self, key: &ChunkKey, len: u64) -> bool {
+    pub(crate) fn has_room_for_fill(&self, key: &ChunkKey, len: u64, owner: Number) -> bool {
         let Ok(bounds) = self.bounds_now() else { return false };
         let admin = lock(&self.admin);
+        if admin.owners.broken(owner, len.next_multiple_of(BLOCK_SIZE)).is_some() {
+            return false;
+        }
         let is_held = admin.held.contains_key(key);
         let taken = if is_held { admin.held_bytes } else { admin.used };
         taken + len <= hold::most(bounds.limit)
     }
 
-    /// True if the policy and the rules of fill want the chunk in a cache with these bounds.
-    fn wants(&self, key: &ChunkKey, len: u64, why: Why, bounds: Bounds) -> bool {
+    /// True if the policy, the owner's limits and the rules of fill want the chunk in a cache with
+    /// these bounds.
+    fn wants(&self, key: &ChunkKey, len: u64, (why, owner): (Why, Number), bounds: Bounds) -> bool {
         let hash = self.index.hash(key);
         let mut guard = lock(&self.admin);
         let admin = &mut *guard;
         if why == Why::Read {
             admin.policy.missed(hash, len as u32);
             admin.reuse.read(hash, len as u32, bounds.limit);
+        }
+        // Filling pushes nothing out that was read.
+        let is_fill = matches!(why, Why::Fill | Why::Pin);
+        let is_beyond = match is_fill {
+            true => admin.owners.broken(owner, len).is_some(),
+            false => admin.owners.never_fits(owner, len),
+        };
+        if is_beyond {
+            return false;
         }
         let above = bounds.free.saturating_sub(bounds.floor);
         let is_full = admin.used + len + bounds.headroom > bounds.limit
@@ -46,8 +62,6 @@ impl Shared {
         if is_held {
             return admin.held_bytes + len <= hold::most(bounds.limit);
         }
-        // Filling pushes nothing out that was read.
-        let is_fill = matches!(why, Why::Fill | Why::Pin);
         if is_fill && (is_full || admin.used + len > hold::most(bounds.limit)) {
             return false;
         }
@@ -58,12 +72,18 @@ impl Shared {
         admin.policy.admit(hash, len as u32, why, Pressure::Full)
     }
 
-    /// [`crate::ChunkStore::admit`] for a chunk that goes to the disk; `Ok(None)` if it is refused.
-    pub(crate) fn keep(&self, key: ChunkKey, bytes: &[u8], why: Why) -> Result<Option<Place>> {
+    /// [`crate::ChunkStore::admit`] for a chunk of an owner that goes to the disk; `Ok(None)` if it
+    /// is refused.
+    pub(crate) fn keep(
+        &self,
+        key: ChunkKey,
+        bytes: &[u8],
+        (why, owner): (Why, Number),
+    ) -> Result<Option<Place>> {
         let blocks = (bytes.len() as u64).div_ceil(BLOCK_SIZE) as u32;
         let len = u64::from(blocks) * BLOCK_SIZE;
         let bounds = self.bounds_now()?;
-        if !self.wants(&key, len, why, bounds) {
+        if !self.wants(&key, len, (why, owner), bounds) {
             return Ok(None);
         }
         let reserved = self.reserve(blocks, bounds);
@@ -95,7 +115,9 @@ impl Shared {
         let mut admin = lock(&self.admin);
         // The folder may have been removed since the place was reserved, and the arena with it.
         let is_open = self.arenas.get(location.arena).is_some_and(|arena| arena.id() != 0);
-        let inserted = is_open.then(|| admin.insert(&chunk, why, &self.slots, &self.index));
+        let may_come = is_open && self.make_room_of(&mut admin, owner, len, bounds.limit);
+        let inserted =
+            may_come.then(|| admin.insert(&chunk, (why, owner), &self.slots, &self.index));
         let Some(place) = inserted.flatten() else {
             drop(admin);
             self.abandon(location, blocks, false);
@@ -110,5 +132,19 @@ impl Shared {
             self.wake();
         }
         Ok(Some(place))
+    }
+
+    /// Evicts chunks of the owner until `len` more bytes are within its limits. False if its chunks
+    /// are held.
+    fn make_room_of(&self, admin: &mut Admin, owner: Number, len: u64, limit: u64) -> bool {
+        if admin.owners.broken(owner, len).is_some() {
+            self.look_at_hits(admin, limit);
+        }
+        while let Some(broken) = admin.owners.broken(owner, len) {
+            let evicted = admin.evict_of(broken, &self.slots, &self.index, &self.arenas);
+            let Some(evicted) = evicted else { return false };
+            self.tally.evicted.add(evicted);
+        }
+        true
     }
 }

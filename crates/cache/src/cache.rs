@@ -14,6 +14,7 @@
 //! - A failing file system closes the gate, and costs a reader no more than a miss.
 //! - No lock is held across I/O but that of the upkeep, for which no reader waits.
 
+mod owned;
 mod seam;
 
 use std::{

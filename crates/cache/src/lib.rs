@@ -29,6 +29,7 @@ pub mod journal;
 mod key;
 mod load;
 mod memory_fifo;
+mod owners;
 mod persist;
 pub mod policy;
 mod report;
@@ -45,6 +46,7 @@ mod upkeep;
 
 pub use cache::Cache;
 pub use key::{ChunkKey, Domain, KeyKind};
+pub use owners::{OwnedBytes, Owner, Scope};
 pub use persist::is_own_name;
 pub use report::Report;
 pub use reuse::HitPermille;

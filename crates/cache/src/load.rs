@@ -10,6 +10,7 @@ use crate::{
     checkpoint::{self, Step},
     disk::{DiskFile, IoMode},
     journal::{self, Event, RECORD, Record},
+    owners::NOBODY,
     persist::{Persist, UNFINISHED, checkpoint_name, journal_name, number_of, remove_older},
     shared::{Shared, lock},
     slots::{ARENA_BLOCKS_MAX, About, Chunk, Location, SLOTS_MAX},
@@ -42,7 +43,7 @@ pub(crate) fn run(
             for record in records {
                 highest = highest.max(record.arena);
                 if let Some(chunk) = known.chunk(record) {
-                    admin.insert(&chunk, Why::Read, &shared.slots, &shared.index);
+                    admin.insert(&chunk, (Why::Read, NOBODY), &shared.slots, &shared.index);
                 }
             }
         });
@@ -168,7 +169,7 @@ fn apply(shared: &Shared, known: &mut Lookup<'_>, record: Record) {
         admin.records.clear();
     }
     if let Some(chunk) = chunk.filter(|_| record.event == Event::Admitted) {
-        admin.insert(&chunk, Why::Read, &shared.slots, &shared.index);
+        admin.insert(&chunk, (Why::Read, NOBODY), &shared.slots, &shared.index);
     }
 }
 

@@ -235,9 +235,10 @@ impl Shared {
 
     /// Tells the policy, and the estimate for a cache of `limit`, which chunks were hit.
     pub(crate) fn look_at_hits(&self, admin: &mut Admin, limit: u64) {
-        let Admin { policy, reuse, slots_end, .. } = admin;
+        let Admin { policy, reuse, slots_end, owners, .. } = admin;
         self.slots.drain_touched(*slots_end, |slot| {
             policy.touched(slot);
+            owners.touched(slot);
             if let Some(chunk) = self.slots.chunk(slot) {
                 let len = u64::from(chunk.about.blocks()) * BLOCK_SIZE;
                 reuse.read(self.index.hash(&chunk.key), len as u32, limit);

@@ -72,6 +72,11 @@ impl About {
     pub(crate) fn blocks(self) -> u32 {
         self.0 & ((1 << BLOCKS_BITS) - 1)
     }
+
+    /// Bytes of its blocks.
+    pub(crate) fn bytes(self) -> u64 {
+        u64::from(self.blocks()) * burgeon_block::BLOCK_SIZE
+    }
 }
 
 /// A living chunk.

@@ -17,6 +17,7 @@
 
 mod background;
 mod cache;
+mod cache_parts;
 mod helpers;
 mod mounts;
 mod reads;
@@ -59,6 +60,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
     background::Warmed,
+    cache_parts::Claimed,
     helpers::Helpers,
     mounts::Job,
     reads::Reads,
@@ -114,6 +116,7 @@ struct Serving {
     reads: Mutex<Reads>,
     /// Ends the scrub of the cache that runs.
     scrub: Mutex<Option<Arc<AtomicBool>>>,
+    claimed: Mutex<Claimed>,
     /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
@@ -194,6 +197,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         cache: cache::open(&state)?,
         reads: Mutex::default(),
         scrub: Mutex::default(),
+        claimed: Mutex::default(),
         state,
         limits: Limits::default(),
         tasks: Tasks::default(),

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 52] = [
+pub(crate) const QUICK: [&str; 53] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -35,6 +35,7 @@ pub(crate) const QUICK: [&str; 52] = [
     "metadata",
     "model",
     "no_allocation",
+    "owners",
     "patch",
     "places",
     "policy",
@@ -68,6 +69,7 @@ const OTHERS: [&str; 82] = [
     "build",
     "bundle",
     "cache",
+    "cache_parts",
     "chain_ids",
     "chains",
     "check",

@@ -16,6 +16,7 @@ use crate::{
     arena::Arena,
     hold,
     memory_fifo::MemoryFifo,
+    owners::{NOBODY, Number},
     shared::{Shared, lock},
 };
 
@@ -33,6 +34,7 @@ impl ChunkStore for Cache {
         located.is_some_and(|(_, arena, offset)| shared.read_at(arena, offset, buf))
     }
 
+    #[inline]
     fn try_read(&self, place: Place, offset: u32, buf: &mut [u8]) -> Here {
         let shared = &*self.shared;
         let is_read = if MemoryFifo::is_here(place) {
@@ -58,6 +60,7 @@ impl ChunkStore for Cache {
         !MemoryFifo::is_here(place)
     }
 
+    #[inline]
     fn touch(&self, place: Place) {
         self.shared.slots.touch(place);
     }
@@ -75,37 +78,11 @@ impl ChunkStore for Cache {
     }
 
     fn may_admit(&self, key: &ChunkKey, len: u32, why: Why) -> bool {
-        let shared = &*self.shared;
-        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
-        let is_possible = match why {
-            Why::Read | Why::Prefetch => is_open || lock(&shared.settings).memory > 0,
-            // The memory is not for chunks that nobody waits for.
-            Why::Fill | Why::Pin => is_open && shared.has_room_for_fill(key, len.into()),
-        };
-        len <= CHUNK_LEN_MAX && is_possible
+        self.may_admit_of(NOBODY, key, len, why)
     }
 
     fn admit(&self, key: ChunkKey, bytes: &[u8], why: Why) -> Option<Place> {
-        if bytes.is_empty() || bytes.len() > CHUNK_LEN_MAX as usize {
-            return None;
-        }
-        let shared = &*self.shared;
-        if let Some(place) = shared.place_of(&key) {
-            return Some(place);
-        }
-        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
-        let kept = if is_open { shared.keep(key, bytes, why) } else { Ok(None) };
-        match kept {
-            Ok(Some(place)) => {
-                shared.fifo.forget(&key, None);
-                return Some(place);
-            }
-            Ok(None) => {}
-            Err(error) => shared.failed(&error),
-        }
-        shared.tally.refused.add((bytes.len() as u64).next_multiple_of(BLOCK_SIZE));
-        // Chunks that nobody waits for would only push those out that are being read.
-        matches!(why, Why::Read | Why::Prefetch).then(|| shared.fifo.insert(key, bytes))?
+        self.admit_of(NOBODY, key, bytes, why)
     }
 
     fn hold(&self, keys: &[ChunkKey]) -> Result<Hold> {
@@ -139,6 +116,50 @@ impl ChunkStore for Cache {
 
     fn sync(&self) -> Result<()> {
         lock(&self.upkeep).sync(&self.shared)
+    }
+}
+
+impl Cache {
+    /// [`ChunkStore::may_admit`] for a chunk of this owner.
+    pub(super) fn may_admit_of(&self, owner: Number, key: &ChunkKey, len: u32, why: Why) -> bool {
+        let shared = &*self.shared;
+        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
+        let is_possible = match why {
+            Why::Read | Why::Prefetch => is_open || lock(&shared.settings).memory > 0,
+            // The memory is not for chunks that nobody waits for.
+            Why::Fill | Why::Pin => is_open && shared.has_room_for_fill(key, len.into(), owner),
+        };
+        len <= CHUNK_LEN_MAX && is_possible
+    }
+
+    /// [`ChunkStore::admit`] for a chunk of this owner.
+    pub(super) fn admit_of(
+        &self,
+        owner: Number,
+        key: ChunkKey,
+        bytes: &[u8],
+        why: Why,
+    ) -> Option<Place> {
+        if bytes.is_empty() || bytes.len() > CHUNK_LEN_MAX as usize {
+            return None;
+        }
+        let shared = &*self.shared;
+        if let Some(place) = shared.place_of(&key) {
+            return Some(place);
+        }
+        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
+        let kept = if is_open { shared.keep(key, bytes, (why, owner)) } else { Ok(None) };
+        match kept {
+            Ok(Some(place)) => {
+                shared.fifo.forget(&key, None);
+                return Some(place);
+            }
+            Ok(None) => {}
+            Err(error) => shared.failed(&error),
+        }
+        shared.tally.refused.add((bytes.len() as u64).next_multiple_of(BLOCK_SIZE));
+        // Chunks that nobody waits for would only push those out that are being read.
+        matches!(why, Why::Read | Why::Prefetch).then(|| shared.fifo.insert(key, bytes))?
     }
 }
 

@@ -10,7 +10,11 @@ use burgeon_daemon::{
 };
 use clap::{Args as ClapArgs, Subcommand};
 
-use super::{Context, named};
+use super::{
+    Context,
+    cache_parts::{self, TypedLimit, parse_limit},
+    named,
+};
 use crate::{
     output::{self, bytes, counted},
     quantities::{parse_amount, parse_rate, parse_size},
@@ -21,6 +25,7 @@ Examples:
   burgeon cache status
   burgeon cache resize 200G
   burgeon cache resize 10% --keep-free 50G
+  burgeon cache resize --limit debian:12=10G --limit s3://bucket/images=none
   burgeon cache drop debian:12";
 
 /// Rate of `scrub`, in bytes a second, unless the user names another.
@@ -44,6 +49,9 @@ pub(crate) enum CacheCommand {
         /// Space of its disk that it leaves free (at first 25%)
         #[arg(long, value_name = "SIZE|PERCENT", value_parser = parse_amount)]
         keep_free: Option<CacheAmount>,
+        /// Most that the chunks of an image or a store take, or none; may be given several times
+        #[arg(long = "limit", value_name = "STORE|IMAGE=SIZE", value_parser = parse_limit)]
+        limits: Vec<TypedLimit>,
     },
     /// Free this much of it
     Evict {
@@ -67,8 +75,10 @@ pub(crate) enum CacheCommand {
 pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode> {
     let request = match &command {
         CacheCommand::Status => CacheRequest::Show,
-        CacheCommand::Resize { limit, keep_free } => {
-            CacheRequest::Resize { limit: *limit, keep_free: *keep_free }
+        CacheCommand::Resize { limit, keep_free, limits } => {
+            let parts: Result<_> =
+                limits.iter().map(|limit| cache_parts::resolve(context, limit)).collect();
+            CacheRequest::Resize { limit: *limit, keep_free: *keep_free, parts: parts? }
         }
         CacheCommand::Evict { size } => CacheRequest::Evict { bytes: *size },
         CacheCommand::Drop { image } => {
@@ -82,19 +92,28 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
         let what = "no daemon runs, so nobody has the cache: it runs while something is mounted";
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     };
+    let changed = match &request {
+        CacheRequest::Resize { parts, .. } => parts.clone(),
+        _ => Vec::new(),
+    };
     let (Reply::Cache(answer), _) = client.call(&Request::Cache(request))? else {
         anyhow::bail!("the daemon gave an answer to something else");
     };
+    cache_parts::check(&changed, &answer)?;
+    let names = cache_parts::names(context, &client, &answer);
     if context.json {
-        output::print_json(&serde_json::to_value(&answer)?)?;
+        output::print_json(&cache_parts::to_json(&answer, &names)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     say(&command, &answer);
+    if matches!(command, CacheCommand::Status) || !changed.is_empty() {
+        cache_parts::show(&answer, &names);
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 fn say(command: &CacheCommand, answer: &CacheAnswer) {
-    let CacheAnswer { bytes: done, chunks, cache } = answer;
+    let CacheAnswer { bytes: done, chunks, cache, .. } = answer;
     match command {
         CacheCommand::Status => show(cache),
         CacheCommand::Resize { .. } => println!("the cache {}", summary(cache)),

@@ -4,6 +4,7 @@ pub(crate) mod accelerate;
 mod built;
 mod bundle;
 pub(crate) mod cache;
+mod cache_parts;
 pub(crate) mod config;
 mod demo;
 pub(crate) mod disks;

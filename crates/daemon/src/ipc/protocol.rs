@@ -21,7 +21,7 @@ pub use crate::{
     id::DigestText,
     state::{
         attributes::{AccessTimes, AttributesRequest, MountAttributes, OtherAttributes},
-        cache::CacheAmount,
+        cache::{CacheAmount, CachePart, PartLimit},
         record::{SproutState, WritesState},
     },
 };
@@ -137,6 +137,9 @@ pub enum CacheRequest {
         limit: Option<CacheAmount>,
         /// Space that it leaves free.
         keep_free: Option<CacheAmount>,
+        /// Changed limits of single images and stores. Missing from earlier clients.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        parts: Vec<PartLimit>,
     },
     /// Free so many bytes.
     Evict {
@@ -155,6 +158,19 @@ pub enum CacheRequest {
     },
 }
 
+/// A part of the cache, its chunks and its limit. A chunk counts for the image that brought it.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct PartOfCache {
+    /// The part.
+    #[serde(flatten)]
+    pub part: CachePart,
+    /// Bytes of its chunks.
+    pub bytes: u64,
+    /// Its limit, if it has one of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+}
+
 /// The end of a request about the host's cache.
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
 pub struct CacheAnswer {
@@ -164,6 +180,12 @@ pub struct CacheAnswer {
     pub chunks: u64,
     /// The cache after that.
     pub cache: HostCache,
+    /// Its images and stores: those with the most bytes, and all that have a limit.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<PartOfCache>,
+    /// Bytes of chunks that no image has claimed since the server was started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unclaimed: Option<u64>,
 }
 
 /// A requested mount. Paths are absolute: the daemon's working directory is not the user's.

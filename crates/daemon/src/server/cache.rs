@@ -10,12 +10,14 @@ use std::{
 };
 
 use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
-use burgeon_cache::{Cache, CacheState, ChunkStore, Domain, disk::Refused, policy::Forecast};
+use burgeon_cache::{
+    Cache, CacheState, ChunkStore, Domain, Owner, disk::Refused, policy::Forecast,
+};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
 use burgeon_volume::{CacheAccess, chunk_keys};
 
-use super::{Serving, lock, reads::Reads, served::Mount};
+use super::{Serving, cache_parts, lock, reads::Reads, served::Mount};
 use crate::{
     ipc::{
         link::{CacheOrder, END_SCRUB, FromServer},
@@ -37,12 +39,13 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
     let size = rustix::fs::statvfs(&folder).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
     let limit = settings.limit.map_or(size, |limit| limit.of(size));
     let policy = Forecast::new(limit, std::process::id().into());
-    if let Some(problem) = dir.problem {
+    let cache = match dir.problem {
         // The server has no right to that folder; a new one gets it when it can be used.
-        let refused = Arc::new(Refused::new(problem));
-        return Ok(Arc::new(Cache::over(refused, settings, Box::new(policy))));
-    }
-    Ok(Arc::new(Cache::open(&folder, settings, Box::new(policy))?))
+        Some(problem) => Cache::over(Arc::new(Refused::new(problem)), settings, Box::new(policy)),
+        None => Cache::open(&folder, settings, Box::new(policy))?,
+    };
+    cache.limit_owners(cache_parts::limits(&bounds));
+    Ok(Arc::new(cache))
 }
 
 /// The domain of trust of an image that is read from `store` with `access`, with layers at
@@ -90,19 +93,21 @@ fn layers_of(map: &AddressMap, store: &Store) -> Vec<Option<LayersAt>> {
 }
 
 impl Serving {
-    /// The cache, for the image of `map`, which lies at `location` and is read with `access`.
+    /// The cache, for the image of `map`, which lies at `location` and is read with `access`; its
+    /// chunks are those of `owner`.
     pub(super) fn cache_for(
         &self,
         map: &AddressMap,
         store: &Store,
         (location, access): (&Location, &Access),
+        owner: &Owner,
     ) -> CacheAccess {
         let is_shared = Bounds::read(&self.state).is_ok_and(|bounds| bounds.is_shared);
         let domain = match is_shared {
             true => Domain::PUBLIC,
             false => domain(location, access, &layers_of(map, store)),
         };
-        CacheAccess { store: Arc::clone(&self.cache) as _, domain }
+        CacheAccess { store: self.cache.for_owner(owner), domain }
     }
 
     /// Does what a user has ordered, in a thread of its own: it may take long.
@@ -113,7 +118,14 @@ impl Serving {
                 Ok(done) => (done, None),
                 Err(error) => ((0, 0), Some(error.into())),
             };
-            let answer = CacheAnswer { bytes: done.0, chunks: done.1, cache: serving.host_cache() };
+            let (parts, unclaimed) = serving.cache_parts();
+            let answer = CacheAnswer {
+                bytes: done.0,
+                chunks: done.1,
+                cache: serving.host_cache(),
+                parts,
+                unclaimed: Some(unclaimed),
+            };
             serving.tell(&FromServer::Cache { number, answer, error });
         });
     }
@@ -123,8 +135,11 @@ impl Serving {
         match order {
             CacheOrder::Show => Ok((0, 0)),
             CacheOrder::Resize => {
-                let (limit, keep_free) = Bounds::read(&self.state)?.amounts();
+                let bounds = Bounds::read(&self.state)?;
+                let (limit, keep_free) = bounds.amounts();
                 self.cache.resize(limit, keep_free);
+                self.claim_chunks();
+                self.cache.limit_owners(cache_parts::limits(&bounds));
                 Ok((0, 0))
             }
             CacheOrder::Evict { bytes } => Ok((self.cache.evict(bytes), 0)),

@@ -17,6 +17,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
+use burgeon_cache::Owner;
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
@@ -64,6 +65,14 @@ impl Origin {
     }
 }
 
+impl Origin {
+    /// The owner of its chunks in the cache: the folder of a prepared image is named by its digest.
+    pub(super) fn owner(&self) -> Owner {
+        let folder = self.cache.parent().and_then(Path::file_name).unwrap_or_default();
+        Owner { image: folder.to_string_lossy().into_owned(), store: self.store.to_string() }
+    }
+}
+
 /// Every volume that is open, or being opened. Each origin is opened by one thread at a time, and
 /// never waits for the opening of another.
 #[derive(Default)]
@@ -85,6 +94,16 @@ impl Openings {
         // An entry may be locked until a store answers: not with the lock of all.
         let openings: Vec<_> = lock(&self.0).iter().filter_map(of_image).collect();
         openings.iter().filter_map(|opening| lock(opening).upgrade()).collect()
+    }
+
+    /// The open volumes, without those that are being opened.
+    pub(super) fn open_now(&self) -> Vec<(Origin, Arc<ImageVolume>)> {
+        let openings = lock(&self.0);
+        let open = openings.iter().filter_map(|(origin, opening)| {
+            let volume = opening.try_lock().ok()?.upgrade()?;
+            Some((origin.clone(), volume))
+        });
+        open.collect()
     }
 
     /// Drops the volumes without users.
@@ -116,12 +135,11 @@ impl Serving {
             return Err(refused_reference(object));
         }
         let store = Store::open(&origin.store, &origin.access)?;
-        let cache = self.cache_for(&map, &store, (&origin.store, &origin.access));
+        let owner = origin.owner();
+        let cache = self.cache_for(&map, &store, (&origin.store, &origin.access), &owner);
         let objects = Objects::new(store, references).with_access(&origin.access);
         let _runtime = self.runtime.enter();
-        // The folder of a prepared image is named by its digest.
-        let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();
-        let image = folder.to_string_lossy().into();
+        let image = owner.image.as_str().into();
         let (map, limits) = (Arc::new(map), Limits { image, ..self.limits.clone() });
         let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
@@ -132,6 +150,7 @@ impl Serving {
             }
         };
         *opened = Arc::downgrade(&volume);
+        self.claim_if_limited(owner, &volume);
         Ok(volume)
     }
 

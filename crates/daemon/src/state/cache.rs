@@ -12,9 +12,11 @@ use std::{fs, path::Path, sync::OnceLock};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_cache::{Amount, Settings};
+use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use super::{files, paths::StateDir};
+use crate::id::DigestText;
 
 /// An amount of space for the host's cache.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,8 +28,27 @@ pub enum CacheAmount {
     Percent(u8),
 }
 
+/// A part of the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum CachePart {
+    /// The chunks of an image.
+    Image(DigestText),
+    /// The chunks of all images of a store.
+    Store(Location),
+}
+
+/// A limit of a part of the cache.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct PartLimit {
+    /// The part.
+    pub part: CachePart,
+    /// Most that its chunks take, in bytes; `None` for no limit of its own.
+    pub bytes: Option<u64>,
+}
+
 /// The changed settings.
-#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Serialize, Deserialize, Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Bounds {
     /// Most that the cache takes; `None` for all that is free above the floor.
     #[serde(default)]
@@ -39,14 +60,20 @@ pub(crate) struct Bounds {
     /// says so.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) is_shared: bool,
+    /// Limits of single images and stores.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) parts: Vec<PartLimit>,
 }
+
+/// Most limits of single images and stores.
+const PARTS_MAX: usize = 1000;
 
 /// Those of the configuration that this process has read.
 static CONFIGURED: OnceLock<Bounds> = OnceLock::new();
 
 /// Takes the bounds of the configuration; only the first call in a process has an effect.
 pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>, is_shared: bool) {
-    let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared });
+    let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared, parts: Vec::new() });
 }
 
 impl Bounds {
@@ -61,6 +88,7 @@ impl Bounds {
             limit: changed.limit.or(configured.limit),
             keep_free: changed.keep_free.or(configured.keep_free),
             is_shared: configured.is_shared,
+            parts: changed.parts,
         })
     }
 
@@ -79,7 +107,7 @@ impl Bounds {
 
     /// Tells servers the bounds of the configuration that this process has read.
     pub(crate) fn publish_configured(state: &StateDir) -> Result<()> {
-        let configured = CONFIGURED.get().copied().unwrap_or_default();
+        let configured = CONFIGURED.get().cloned().unwrap_or_default();
         configured.check()?;
         files::publish_json(&state.configured_cache(), &configured)
     }
@@ -90,7 +118,20 @@ impl Bounds {
         files::publish_json(&state.cache_settings(), self)
     }
 
+    /// The same with these limits of parts changed.
+    pub(crate) fn with_parts(mut self, changed: Vec<PartLimit>) -> Self {
+        for limit in changed {
+            self.parts.retain(|known| known.part != limit.part);
+            self.parts.extend(limit.bytes.is_some().then_some(limit));
+        }
+        self
+    }
+
     fn check(&self) -> Result<()> {
+        if self.parts.len() > PARTS_MAX {
+            let what = format!("the cache has {PARTS_MAX} limits of images and stores at most");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
         let is_sound = |amount: &CacheAmount| match amount {
             CacheAmount::Bytes(_) => true,
             CacheAmount::Percent(percent) => *percent <= 100,
@@ -132,7 +173,7 @@ pub(crate) fn remove_earlier(state: &StateDir) {
 mod tests {
     use burgeon_cache::{Amount, Settings};
 
-    use super::{Bounds, CacheAmount};
+    use super::{Bounds, CacheAmount, CachePart, PartLimit};
     use crate::state::paths::StateDir;
 
     #[test]
@@ -142,13 +183,24 @@ mod tests {
         assert_eq!(Bounds::read(&state).unwrap().settings(), Settings::default());
         let limit = Some(CacheAmount::Percent(10));
         let keep_free = Some(CacheAmount::Bytes(1 << 30));
+        let image = |byte: u8| CachePart::Image(burgeon_block::Digest::of(&[byte]).into());
+        let part = |byte, bytes| PartLimit { part: image(byte), bytes };
         let bounds = Bounds { limit, keep_free, ..Bounds::default() };
+        let bounds = bounds.with_parts(vec![part(1, Some(7)), part(2, Some(8))]);
+        let bounds = bounds.with_parts(vec![part(1, Some(9)), part(2, None), part(3, None)]);
+        assert_eq!(bounds.parts, [part(1, Some(9))]);
         bounds.write(&state).unwrap();
         let read = Bounds::read(&state).unwrap();
         assert_eq!(read, bounds);
         assert_eq!(read.amounts(), (Some(Amount::Percent(10)), Amount::Bytes(1 << 30)));
-        let impossible = Bounds { limit: Some(CacheAmount::Percent(101)), ..bounds };
+        let impossible = Bounds { limit: Some(CacheAmount::Percent(101)), ..bounds.clone() };
         impossible.write(&state).unwrap_err();
+        let many = (0..=u8::MAX).flat_map(|n| (0..4).map(move |m| [n, m]));
+        let many = many.map(|bytes| PartLimit {
+            part: CachePart::Image(burgeon_block::Digest::of(&bytes).into()),
+            bytes: Some(1),
+        });
+        bounds.with_parts(many.collect()).write(&state).unwrap_err();
         std::fs::write(state.cache_settings(), r#"{"limit":{"percent":101}}"#).unwrap();
         Bounds::read(&state).unwrap_err();
     }
@@ -158,7 +210,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let state = StateDir::open(folder.path()).unwrap();
         let [small, large] = [1 << 20, 1 << 30].map(|bytes| Some(CacheAmount::Bytes(bytes)));
-        let configured = Bounds { limit: small, keep_free: small, is_shared: true };
+        let configured =
+            Bounds { limit: small, keep_free: small, is_shared: true, parts: Vec::new() };
         super::files::publish_json(&state.configured_cache(), &configured).unwrap();
         assert_eq!(Bounds::read(&state).unwrap(), configured);
         Bounds { limit: large, ..Bounds::default() }.write(&state).unwrap();

@@ -44,11 +44,12 @@ impl Supervisor {
         };
         let order = match request {
             CacheRequest::Show => CacheOrder::Show,
-            CacheRequest::Resize { limit, keep_free } => {
+            CacheRequest::Resize { limit, keep_free, parts } => {
                 let bounds = Bounds::changed(&self.state).unwrap_or_default();
                 let limit = limit.or(bounds.limit);
                 let keep_free = keep_free.or(bounds.keep_free);
-                Bounds { limit, keep_free, ..bounds }.write(&self.state)?;
+                let bounds = Bounds { limit, keep_free, ..bounds }.with_parts(parts);
+                bounds.write(&self.state)?;
                 CacheOrder::Resize
             }
             CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
@@ -84,9 +85,9 @@ impl Supervisor {
                 let cache = HostCache {
                     folder: Some(dir.folder(&self.state)),
                     earlier: dir.earlier(),
-                    ..answer.cache
+                    ..answer.cache.clone()
                 };
-                Ok(CacheAnswer { bytes: answer.bytes + freed, chunks: answer.chunks, cache })
+                Ok(CacheAnswer { bytes: answer.bytes + freed, cache, ..answer })
             }
             Some((_, Some(failure))) => Err(failure.into()),
             None => Err(no_server()),

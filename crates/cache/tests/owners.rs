@@ -1,0 +1,146 @@
+//! Bytes by owner, and limits of owners' chunks.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::{path::Path, sync::Arc};
+
+use burgeon_cache::{Cache, ChunkStore, Owner, Place, Scope, Why, disk::Folder, policy::Clock};
+use common::{BLOCK, key, settings};
+
+const LEN: u64 = 16 * BLOCK;
+
+fn open(path: &Path) -> Arc<Cache> {
+    let disk = Arc::new(Folder::new(path).unwrap());
+    Arc::new(Cache::over(disk, settings(64 << 20), Box::<Clock>::default()))
+}
+
+fn owner(image: &str, store: &str) -> Owner {
+    Owner { image: image.to_owned(), store: store.to_owned() }
+}
+
+fn admit(store: &dyn ChunkStore, n: u64, why: Why) -> Option<Place> {
+    store.admit(key(n), &[(n % 255) as u8 + 1; LEN as usize], why)
+}
+
+/// Chunks of each owner.
+fn owned(cache: &Cache) -> Vec<(String, u64)> {
+    let bytes = cache.owned_bytes();
+    let all = bytes.owners.into_iter().map(|(owner, bytes)| (owner.image, bytes));
+    all.chain([("nobody".to_owned(), bytes.unclaimed)])
+        .map(|(image, bytes)| (image, bytes / LEN))
+        .collect()
+}
+
+fn expect(cache: &Cache, chunks: &[(&str, u64)]) {
+    let chunks: Vec<_> = chunks.iter().map(|(image, n)| ((*image).to_owned(), *n)).collect();
+    assert_eq!(owned(cache), chunks);
+}
+
+fn here(cache: &Cache, chunks: std::ops::Range<u64>) -> u64 {
+    chunks.filter(|n| cache.find(&key(*n)).is_some()).count() as u64
+}
+
+#[test]
+fn a_chunk_counts_for_the_first_that_admits_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let [a, b] = ["a", "b"].map(|image| cache.for_owner(&owner(image, "s")));
+    (0..10).for_each(|n| assert!(admit(&*a, n, Why::Read).is_some()));
+    (5..20).for_each(|n| assert!(admit(&*b, n, Why::Read).is_some()));
+    admit(&*cache, 20, Why::Read).unwrap();
+    expect(&cache, &[("a", 10), ("b", 10), ("nobody", 1)]);
+    cache.drop_keys(&[key(0), key(19), key(20)]);
+    expect(&cache, &[("a", 9), ("b", 9), ("nobody", 0)]);
+    // The slots of those are used again.
+    (30..40).for_each(|n| assert!(admit(&*b, n, Why::Read).is_some()));
+    expect(&cache, &[("a", 9), ("b", 19), ("nobody", 0)]);
+    assert_eq!(cache.report().chunks, 28);
+}
+
+#[test]
+fn an_owner_stays_within_the_limits_of_its_image_and_its_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let [a, b, c] = [("a", "s"), ("b", "s"), ("c", "t")].map(|(image, store)| owner(image, store));
+    let [to_a, to_b, to_c] = [&a, &b, &c].map(|owner| cache.for_owner(owner));
+    let limits =
+        || vec![(Scope::Image("a".to_owned()), 10 * LEN), (Scope::Store("s".to_owned()), 16 * LEN)];
+    cache.limit_owners(limits());
+    for n in 0..100 {
+        assert!(admit(&*to_a, n, Why::Read).is_some(), "its older chunks make room");
+        assert!(cache.owned_bytes().owners[0].1 <= 10 * LEN);
+        assert!(admit(&*to_c, 1000 + n, Why::Read).is_some());
+    }
+    expect(&cache, &[("a", 10), ("b", 0), ("c", 100), ("nobody", 0)]);
+    assert_eq!(here(&cache, 90..100), 10, "the newest ones are here");
+    for n in 200..230 {
+        assert!(admit(&*to_b, n, Why::Read).is_some());
+        let owned = owned(&cache);
+        assert!(owned[0].1 + owned[1].1 <= 16, "{owned:?}");
+    }
+    expect(&cache, &[("a", 0), ("b", 16), ("c", 100), ("nobody", 0)]);
+    // Filling pushes nothing out, and is refused before the bytes are fetched.
+    assert!(!to_a.may_admit(&key(300), LEN as u32, Why::Fill));
+    assert!(admit(&*to_a, 300, Why::Fill).is_none());
+    assert!(to_c.may_admit(&key(301), LEN as u32, Why::Fill));
+    // The same again changes nothing.
+    cache.limit_owners(limits());
+    expect(&cache, &[("a", 0), ("b", 16), ("c", 100), ("nobody", 0)]);
+    cache.limit_owners(vec![(Scope::Image("c".to_owned()), 3 * LEN)]);
+    expect(&cache, &[("a", 0), ("b", 16), ("c", 3), ("nobody", 0)]);
+    cache.limit_owners(Vec::new());
+    (400..500).for_each(|n| assert!(admit(&*to_a, n, Why::Read).is_some()));
+    expect(&cache, &[("a", 100), ("b", 16), ("c", 3), ("nobody", 0)]);
+}
+
+#[test]
+fn within_a_limit_chunks_that_are_read_stay_and_held_ones_are_never_evicted() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let store = cache.for_owner(&owner("a", "s"));
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), 8 * LEN)]);
+    let places: Vec<_> = (0..8).map(|n| admit(&*store, n, Why::Read).unwrap()).collect();
+    for n in 8..40 {
+        places[..3].iter().for_each(|place| store.touch(*place));
+        admit(&*store, n, Why::Read).unwrap();
+    }
+    assert_eq!((here(&cache, 0..3), here(&cache, 3..40)), (3, 5));
+    let keys: Vec<_> = (0..40).filter(|n| here(&cache, *n..*n + 1) == 1).map(key).collect();
+    let hold = cache.hold(&keys).unwrap();
+    assert!(admit(&*store, 50, Why::Read).is_none(), "all are held, and nothing else may come");
+    cache.upkeep();
+    assert_eq!(cache.report().used, 8 * LEN, "the refused one left nothing");
+    drop(hold);
+    assert!(admit(&*store, 51, Why::Read).is_some());
+    expect(&cache, &[("a", 8), ("nobody", 0)]);
+}
+
+#[test]
+fn chunks_of_an_earlier_server_are_claimed_and_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let a = owner("a", "s");
+    let store = cache.for_owner(&a);
+    (0..50).for_each(|n| assert!(admit(&*store, n, Why::Read).is_some()));
+    cache.sync().unwrap();
+    drop((store, cache));
+
+    let cache = open(dir.path());
+    expect(&cache, &[("nobody", 50)]);
+    let b = cache.for_owner(&owner("b", "s"));
+    (50..60).for_each(|n| assert!(admit(&*b, n, Why::Read).is_some()));
+    let keys: Vec<_> = (0..55).map(key).collect();
+    cache.claim(&a, &keys);
+    expect(&cache, &[("a", 50), ("b", 10), ("nobody", 0)]);
+    cache.claim(&owner("b", "s"), &keys);
+    expect(&cache, &[("a", 50), ("b", 10), ("nobody", 0)]);
+    drop((b, cache));
+
+    let cache = open(dir.path());
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), 20 * LEN)]);
+    cache.claim(&a, &keys);
+    assert_eq!(owned(&cache)[0], ("a".to_owned(), 20));
+    assert_eq!(here(&cache, 0..50), 20);
+}

@@ -1,0 +1,172 @@
+//! Images and stores in the host's cache: the parts that a user names, and their figures.
+
+use std::{collections::HashMap, path::Path};
+
+use anyhow::Result;
+use burgeon_block::{Digest, Error, ErrorKind};
+use burgeon_daemon::{
+    Client,
+    protocol::{CacheAnswer, CachePart, PartLimit, PartOfCache, Reply, Request},
+};
+use burgeon_source::{Location, registry::Name};
+
+use super::{
+    Context,
+    named::{self, DIGITS_SHOWN, Images},
+};
+use crate::{
+    output::{self, bytes},
+    quantities::parse_size,
+};
+
+/// A limit as it is typed: `STORE=SIZE`, `IMAGE=SIZE`, or `none` for the size.
+#[derive(Clone, Debug)]
+pub(crate) struct TypedLimit {
+    part: String,
+    bytes: Option<u64>,
+}
+
+/// Parses a limit of an image or a store.
+pub(crate) fn parse_limit(text: &str) -> Result<TypedLimit, String> {
+    // A name may have an equals sign, a size has none.
+    let Some((part, size)) = text.rsplit_once('=').filter(|(part, _)| !part.is_empty()) else {
+        return Err("write IMAGE=SIZE or STORE=SIZE, such as debian:12=10G".to_owned());
+    };
+    let bytes = match size {
+        "none" => None,
+        size => Some(parse_size(size)?),
+    };
+    Ok(TypedLimit { part: part.to_owned(), bytes })
+}
+
+/// The part of the cache that the user means.
+pub(super) fn resolve(context: &Context, typed: &TypedLimit) -> Result<PartLimit> {
+    let part = match store(context, &typed.part)? {
+        Some(store) => CachePart::Store(store),
+        None => {
+            let store = context.open_store()?;
+            CachePart::Image(named::resolve(context, &store, &typed.part)?.digest()?.into())
+        }
+    };
+    Ok(PartLimit { part, bytes: typed.bytes })
+}
+
+/// The store that is meant, if it is one: a path, a URL, or a name from the configuration.
+fn store(context: &Context, text: &str) -> Result<Option<Location>> {
+    if let Some(named) = context.config.stores.named.get(text) {
+        return Ok(Some(Location::parse(&named.value)?));
+    }
+    // What has no digest is an image.
+    let is_pinned = |name: burgeon_block::Result<Name>| name.is_ok_and(|it| it.digest().is_some());
+    let is_store = match Name::parse(text) {
+        Some(name) => is_pinned(name),
+        None => Path::new(text).is_absolute() || text.contains("://"),
+    };
+    Ok(is_store.then(|| Location::parse(text)).transpose()?)
+}
+
+/// Fails if the daemon or its server is of a version without these limits.
+pub(super) fn check(changed: &[PartLimit], answer: &CacheAnswer) -> Result<()> {
+    let is_kept = |changed: &PartLimit| {
+        let limit = answer.parts.iter().find(|it| it.part == changed.part).and_then(|it| it.limit);
+        answer.unclaimed.is_some() && limit == changed.bytes
+    };
+    if changed.iter().all(is_kept) {
+        return Ok(());
+    }
+    let what = "the running daemon is of an earlier version, which has no limits of images and \
+                stores: run `burgeon upgrade`, and the same again";
+    Err(Error::new(ErrorKind::Unavailable, what).into())
+}
+
+/// The names of images by digest: those of mounts as they were typed, and those of the state
+/// directory's own store.
+pub(super) fn names(
+    context: &Context,
+    client: &Client,
+    answer: &CacheAnswer,
+) -> HashMap<Digest, String> {
+    let mut names = HashMap::new();
+    if !answer.parts.iter().any(|part| matches!(part.part, CachePart::Image(_))) {
+        return names;
+    }
+    // A name is worth no failure.
+    if context.store.is_none()
+        && let Ok(store) = context.open_store()
+        && let Ok(images) = Images::read(&store, &context.provenance())
+    {
+        names.extend(images.iter().map(|(digest, image)| (*digest, image.title())));
+    }
+    if let Ok((Reply::Status(status), _)) = client.call(&Request::Status) {
+        names.extend(status.mounts.into_iter().map(|mount| (mount.digest.0, mount.image)));
+    }
+    names
+}
+
+/// The answer as JSON, with the names of images.
+pub(super) fn to_json(
+    answer: &CacheAnswer,
+    names: &HashMap<Digest, String>,
+) -> Result<serde_json::Value> {
+    let mut json = serde_json::to_value(answer)?;
+    let parts = json["parts"].as_array_mut().into_iter().flatten();
+    for (part, shown) in answer.parts.iter().zip(parts) {
+        if let CachePart::Image(digest) = &part.part
+            && let Some(name) = names.get(&digest.0)
+        {
+            shown["name"] = name.as_str().into();
+        }
+    }
+    Ok(json)
+}
+
+/// Prints the bytes of images and stores, and their limits.
+pub(super) fn show(answer: &CacheAnswer, names: &HashMap<Digest, String>) {
+    let name = |part: &CachePart| match part {
+        CachePart::Store(store) => store.to_string(),
+        CachePart::Image(digest) => match names.get(&digest.0) {
+            Some(name) => named::public(name).to_owned(),
+            None => digest.0.to_string().chars().take(DIGITS_SHOWN).collect(),
+        },
+    };
+    let limit = |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), bytes);
+    let row = |it: &PartOfCache| vec![name(&it.part), bytes(it.bytes), limit(it.limit)];
+    let is_image = |it: &&PartOfCache| matches!(it.part, CachePart::Image(_));
+    let images: Vec<_> = answer.parts.iter().filter(is_image).map(row).collect();
+    let stores: Vec<_> = answer.parts.iter().filter(|it| !is_image(it)).map(row).collect();
+    for (heading, mut rows) in [("IMAGE", images), ("STORE", stores)] {
+        if !rows.is_empty() {
+            println!();
+            rows.insert(0, [heading, "BYTES", "LIMIT"].map(str::to_owned).to_vec());
+            output::table(&rows);
+        }
+    }
+    if let Some(bytes_left) = answer.unclaimed.filter(|bytes| *bytes > 0) {
+        println!();
+        println!(
+            "{} were read before this server, by images that are not mounted",
+            bytes(bytes_left)
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_limit;
+
+    #[test]
+    fn a_limit_has_a_part_and_a_size() {
+        for (text, part, bytes) in [
+            ("debian:12=10G", "debian:12", Some(10 << 30)),
+            ("s3://bucket/a=b=4096", "s3://bucket/a=b", Some(4096)),
+            ("/srv/store=none", "/srv/store", None),
+            ("a=0", "a", Some(0)),
+        ] {
+            let limit = parse_limit(text).unwrap();
+            assert_eq!((limit.part.as_str(), limit.bytes), (part, bytes), "{text}");
+        }
+        for bad in ["10G", "=10G", "a=", "a=ten", "a=10%"] {
+            assert!(parse_limit(bad).is_err(), "{bad}");
+        }
+    }
+}

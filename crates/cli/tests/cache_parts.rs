@@ -1,0 +1,133 @@
+//! The host's cache by image and by store: figures, and limits of single ones. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const FILES: u64 = 8;
+const FILE_LEN: usize = 1 << 20;
+const ALL: u64 = FILES * FILE_LEN as u64;
+const MIB: u64 = 1 << 20;
+
+fn tree(space: &Space, name: &str, seed: u64) -> PathBuf {
+    let tree = space.make_folder(name);
+    for number in 0..FILES {
+        fs::write(tree.join(format!("f{number}")), Rng::new(seed + number).bytes(FILE_LEN))
+            .unwrap();
+    }
+    tree
+}
+
+/// Reads everything from the store or the cache.
+fn assert_same(tree: &Path, at: &Path) {
+    drop_caches();
+    for number in 0..FILES {
+        let name = format!("f{number}");
+        assert!(fs::read(tree.join(&name)).unwrap() == fs::read(at.join(&name)).unwrap(), "{name}");
+    }
+}
+
+fn cache(burgeon: &Burgeon, arguments: &[&str]) -> Value {
+    let said = burgeon.ok(&[&["cache"], arguments, &["--json"]].concat());
+    serde_json::from_str(&said).unwrap()
+}
+
+/// Bytes and limit of the part whose `field` is `value`.
+fn part(answer: &Value, field: &str, value: &str) -> (u64, Option<u64>) {
+    let parts = answer["parts"].as_array().unwrap();
+    let Some(part) = parts.iter().find(|part| part[field] == value) else { return (0, None) };
+    (part["bytes"].as_u64().unwrap(), part["limit"].as_u64())
+}
+
+fn figures(burgeon: &Burgeon, field: &str, value: &str) -> (u64, Option<u64>) {
+    part(&cache(burgeon, &["status"]), field, value)
+}
+
+#[test]
+fn images_and_stores_have_figures_and_limits() {
+    let space = Space::new("cache-parts");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let trees = [tree(&space, "one", 1000), tree(&space, "two", 2000)];
+    let [at_one, at_two] = ["at-one", "at-two"].map(|name| space.path(name));
+    let elsewhere = space.make_folder("elsewhere");
+    let store = elsewhere.to_str().unwrap();
+    burgeon.build(&trees[0], "one");
+    burgeon.ok(&["--store", store, "build", trees[1].to_str().unwrap(), "two"]);
+    let none = ["--read-only", "--profile", "none"];
+    let one = burgeon.mount("one", &at_one, &none);
+    let two = burgeon.mount("two", &at_two, &[&none[..], &["--store", store]].concat());
+    let image = |name: &str| figures(&burgeon, "name", name);
+    let of_store = || figures(&burgeon, "store", store);
+
+    // A chunk may lie with its padding to whole blocks.
+    assert_same(&trees[0], &at_one);
+    assert!(wait_until(PATIENCE, || image("one").0 >= ALL), "{:?}", image("one"));
+    assert_eq!((image("two"), of_store()), ((0, None), (0, None)));
+    assert_same(&trees[1], &at_two);
+    assert!(wait_until(PATIENCE, || image("two").0 >= ALL));
+    assert_eq!(of_store(), image("two"));
+    assert_eq!(cache(&burgeon, &["status"])["unclaimed"], 0);
+
+    // A limit holds at once, for what is here and for what comes, and is kept.
+    let resized = cache(&burgeon, &["resize", "--limit", "one=4M"]);
+    let (bytes, limit) = part(&resized, "name", "one");
+    assert!((2 * MIB..=4 * MIB).contains(&bytes) && limit == Some(4 * MIB), "{resized}");
+    assert!(image("two").0 >= ALL);
+    assert_same(&trees[0], &at_one);
+    assert!(image("one").0 <= 4 * MIB);
+    let of_limit = format!("{store}=2M");
+    let said = burgeon.ok(&["cache", "resize", "--limit", &of_limit]);
+    assert!(said.contains("2.00 MiB") && said.contains("4.00 MiB"), "{said}");
+    let is_bounded = || image("one").0 <= 4 * MIB && of_store().0 <= 2 * MIB;
+    assert!(is_bounded());
+    let said = burgeon.ok(&["cache", "status"]);
+    let line = said.lines().find(|line| line.starts_with("one ")).unwrap();
+    assert!(
+        line.ends_with("4.00 MiB") && said.contains("IMAGE") && said.contains("STORE"),
+        "{said}"
+    );
+
+    // A new server bounds what its predecessor left.
+    cache(&burgeon, &["resize", "--limit", "one=none"]);
+    assert_same(&trees[0], &at_one);
+    assert!(wait_until(PATIENCE, || image("one").0 >= ALL));
+    assert_eq!(image("one").1, None);
+    let settings = burgeon.state().join("cache.json");
+    let kept = fs::read_to_string(&settings).unwrap();
+    let before = cache(&burgeon, &["status"])["cache"]["chunks"].as_u64().unwrap();
+    cache(&burgeon, &["resize", "--limit", "one=3M"]);
+    let limited = fs::read_to_string(&settings).unwrap();
+    fs::write(&settings, kept).unwrap();
+    cache(&burgeon, &["resize"]);
+    assert_same(&trees[0], &at_one);
+    let chunks = || cache(&burgeon, &["status"])["cache"]["chunks"].as_u64().unwrap();
+    assert!(wait_until(PATIENCE, || chunks() >= before));
+    // Records are written behind: a killed server forgets those of the last second.
+    burgeon.umount(one);
+    burgeon.umount(two);
+    burgeon.ok(&["shutdown"]);
+    fs::write(&settings, limited).unwrap();
+    let one = burgeon.mount("one", &at_one, &none);
+    assert!(wait_until(PATIENCE, || {
+        let (bytes, limit) = image("one");
+        bytes > 0 && bytes <= 3 * MIB && limit == Some(3 * MIB)
+    }));
+    assert_same(&trees[0], &at_one);
+    assert!(image("one").0 <= 3 * MIB);
+    assert_eq!(of_store().1, Some(2 * MIB), "a limit outlives the mounts of its store");
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    assert_same(&trees[0], &at_one);
+    assert!(wait_until(PATIENCE, || image("one").1 == Some(3 * MIB) && image("one").0 > 0));
+    assert!(image("one").0 <= 3 * MIB);
+
+    burgeon.fails(&["cache", "resize", "--limit", "one"], 2, "IMAGE=SIZE");
+    burgeon.fails(&["cache", "resize", "--limit", "nothing=1G"], 3, "nothing");
+    burgeon.umount(one);
+}
