@@ -154,6 +154,54 @@ fn a_chain_is_mounted_from_another_source_when_one_is_away() {
 }
 
 #[test]
+fn a_committed_image_is_pushed_once_its_layers_are_fetched() {
+    let space = Space::new("containerd-commit");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let image = format!("{}/team/app:1", registry.address());
+    let pushed = push_estargz(&space, &image, "layer", None);
+    let mut node = Node::start(&space, &["--containers", "overlay", "--trust", "*"]);
+    node.pull(&image).unwrap();
+    let options = ["run", "--snapshotter", "burgeon", &image, "container"];
+    node.ctr(&[&options[..], &["/bin/sh", "-c", SCRIPT]].concat()).unwrap();
+    let committed = format!("{}/team/committed:1", registry.address());
+    node.commit("container", &image, &committed).unwrap();
+    assert!(!node.has_fetched(&pushed), "a commit needs no remote layer");
+    let push = |node: &Node<'_>| node.ctr(&["images", "push", "--plain-http", &committed]);
+    let refused = push(&node).unwrap_err();
+    assert!(refused.contains("not found"), "{refused}");
+    let (root, socket) = (space.path("root"), space.path("c.sock"));
+    let namespace = node.namespace.clone();
+    let fetch = |image: &str| {
+        let words = ["--json", "snapshotter", "fetch", image, "--namespace", &namespace];
+        let words = words.map(std::ffi::OsString::from).into_iter();
+        let more =
+            ["--root".into(), root.clone().into(), "--address".into(), socket.clone().into()];
+        let said = burgeon.run(&words.chain(more).collect::<Vec<_>>());
+        (said.code, said.stdout + &said.stderr)
+    };
+    let none = fetch("registry.example/none:1");
+    assert!(none.0 == Some(3) && none.1.contains("has no image"), "{none:?}");
+    let (code, said) = fetch(&committed);
+    assert_eq!(code, Some(0), "{said}");
+    for layer in &pushed.layers {
+        assert!(said.contains(layer), "{said}");
+    }
+    assert_eq!(fetch(&committed).1.matches("\"digest\"").count(), 0, "all are there now");
+    push(&node).unwrap();
+    // The registry has all of it, and overlayfs unpacks the same.
+    let copy = format!("oci:{}", space.path("copy").display());
+    skopeo_copy(&["--preserve-digests"], &format!("docker://{committed}"), &copy).unwrap();
+    node.namespace += "-other";
+    let pull = ["images", "pull", "--plain-http", "--snapshotter", "overlayfs", &committed];
+    node.ctr(&pull).unwrap();
+    let script = "cat /second /etc/changed /moved; test ! -e /etc/removed && test ! -e /old/below";
+    let run = ["run", "--rm", "--snapshotter", "overlayfs", &committed, "pulled"];
+    let said = node.ctr(&[&run[..], &["/bin/sh", "-c", script]].concat()).unwrap();
+    assert_eq!(said, "layerchanged\nmoved");
+}
+
+#[test]
 fn containerd_takes_the_configuration_of_setup() {
     let space = Space::new("containerd-setup");
     let setup = |options: &[&str]| {

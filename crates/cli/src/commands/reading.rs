@@ -28,7 +28,7 @@ use burgeon_oci::{
 };
 use burgeon_source::{
     Access, Location, Store,
-    registry::{Name, OciDigest},
+    registry::{Checked, Name, OciDigest, Registry, body_error},
 };
 use serde::{Deserialize, Serialize};
 
@@ -89,6 +89,12 @@ enum Task {
     Unpack {
         text: String,
     },
+    /// A blob of the repository of an OCI image, written to the pipe that is passed along.
+    Blob {
+        text: String,
+        digest: String,
+        size: u64,
+    },
     /// All objects of an image, except its name, from the store `from`.
     Copy {
         from: Location,
@@ -115,6 +121,7 @@ enum Done {
     Indexed(Indexed),
     Built(Box<Report>),
     Unpacked,
+    Written,
     /// A layer unpacks to another digest than the image states, as `read` tells; the error.
     Differs(String),
 }
@@ -313,6 +320,18 @@ pub(super) fn unpack(context: &Context, text: &str, source: &Source) -> Result<(
     have_done(context, Some(source), &context.build_options(), task, None).map(drop)
 }
 
+/// Writes a blob of the repository of `source` to `pipe`. Keeps nothing of it.
+pub(super) fn blob(
+    context: &Context,
+    text: &str,
+    source: &Source,
+    (digest, size): (&OciDigest, u64),
+    pipe: &dyn AsFd,
+) -> Result<()> {
+    let task = Task::Blob { text: text.to_owned(), digest: digest.to_string(), size };
+    have_done(context, Some(source), &context.build_options(), task, Some(pipe)).map(drop)
+}
+
 /// Records the child's notes on the image that it made.
 fn remember(
     context: &Context,
@@ -421,6 +440,17 @@ fn make(
             read.map_err(|e| named(&source, &text, e))?;
             Done::Unpacked
         }
+        Task::Blob { text, digest, size } => {
+            let source = parse(&text)?;
+            let name = source.registry_name().ok_or_else(something_else)?;
+            let digest: OciDigest = digest.parse()?;
+            let blob = Registry::open(name, access)?.blob(&digest, 0)?;
+            let mut blob = Checked::new(blob, digest, size);
+            let failed = |e| body_error("fetch a layer", e);
+            let mut pipe = archive.ok_or_else(something_else)?;
+            std::io::copy(&mut blob, &mut pipe).map_err(failed)?;
+            Done::Written
+        }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
             let indexed =
@@ -468,7 +498,7 @@ fn make(
     let image = match &done {
         Done::Found(Elsewhere::Made(found)) => Some(&found.image),
         Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) | Done::Documents(..) => None,
-        Done::Unpacked | Done::Differs(_) => None,
+        Done::Unpacked | Done::Written | Done::Differs(_) => None,
         Done::Indexed(indexed) => Some(&indexed.record),
         Done::Built(report) => Some(&report.image),
     };

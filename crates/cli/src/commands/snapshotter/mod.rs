@@ -4,9 +4,11 @@
 //!   snapshotter          serves containerd's proxy plugin until it is killed
 //!   snapshotter setup    the configuration of containerd and of the unit
 //!   snapshotter verify   reads the layers of remote chains, and compares them with their images
+//!   snapshotter fetch    puts layers into containerd's content store
 //!   snapshotter status   what the records say, whether or not it runs
 //! ```
 
+mod fetch;
 mod layers;
 mod setup;
 mod status;
@@ -32,6 +34,7 @@ Examples:
   burgeon snapshotter status          show its snapshots, also while it does not run
   nerdctl --snapshotter burgeon run -it docker.io/library/python:3.12 python
   burgeon snapshotter verify          compare the layers of trusted repositories with their images
+  burgeon snapshotter fetch registry.example/app:2    give containerd the layers that a push needs
   burgeon snapshotter setup           show the configuration that containerd needs
   burgeon snapshotter setup --write --trust 'registry.example/team/*'";
 
@@ -76,6 +79,8 @@ enum SnapshotsCommand {
     Status,
     /// Read all layers of remote images, and compare them with what the images state
     Verify,
+    /// Fetch the layers of an image that containerd's content store lacks, so that it can be pushed
+    Fetch(fetch::Fetch),
     /// Show or write the configuration for the containerd that is installed
     Setup(setup::Setup),
 }
@@ -116,6 +121,7 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
             context.json,
         ),
         Some(SnapshotsCommand::Status) => status::status(context, &root),
+        Some(SnapshotsCommand::Fetch(args)) => fetch::fetch(context, &root, args),
         Some(SnapshotsCommand::Verify) => verify::verify(context, &root),
         None => serve(context, root, args),
     }
