@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use burgeon_block::ErrorKind;
 use serde_json::json;
 
-use crate::output;
+use crate::{output, redact};
 
 /// A privilege is missing; the sentence names it.
 #[derive(Debug)]
@@ -54,12 +54,17 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
 
 /// Prints the error on standard error.
 pub(crate) fn say(error: &anyhow::Error) {
-    eprintln!("burgeon: {error:#}");
+    eprintln!("burgeon: {}", message(error));
 }
 
 /// The error in JSON.
 pub(crate) fn document(error: &anyhow::Error) -> serde_json::Value {
-    json!({ "kind": classify(error).0, "message": format!("{error:#}") })
+    json!({ "kind": classify(error).0, "message": message(error) })
+}
+
+/// The error's text. Users give URLs of stores where names belong, and errors name what they gave.
+pub(crate) fn message(error: &anyhow::Error) -> String {
+    redact::urls(&format!("{error:#}"))
 }
 
 /// The exit code of the error.

@@ -31,6 +31,7 @@ mod namespace;
 mod progress;
 mod pull;
 mod quantities;
+mod redact;
 mod transport;
 mod watch_args;
 

@@ -36,6 +36,38 @@ fn installation(label: &str) -> Installation {
     Installation { burgeon, space, tree, at }
 }
 
+/// The URL of a store in the place of an image is a common mistake, and may have a password.
+#[test]
+fn no_error_repeats_a_secret() {
+    let Installation { space, tree, at, burgeon } = installation("mistakes-secret");
+    let (tree, at) = (tree.to_str().unwrap(), at.to_str().unwrap());
+    let (bucket, query) = ("s3://user:PASSWORD@bucket/x", "oci://localhost:1/x?token=PASSWORD");
+    let web = "https://localhost:1/x.tar.gz#PASSWORD";
+    for line in [
+        &["mount", bucket, at][..],
+        &["mount", query, at],
+        &["mount", web, at],
+        &["build", bucket, "name"],
+        &["build", tree, bucket],
+        &["pull", bucket],
+        &["inspect", bucket],
+        &["rm", bucket],
+        &["cache", "drop", bucket],
+        &["profile", "show", bucket],
+        &["verify", "app:1", "--store", "https://user:PASSWORD@host/x"],
+    ] {
+        let finished = burgeon.run(&[line, &["--json"]].concat());
+        assert_ne!(finished.code, Some(0), "{line:?}: {finished:#?}");
+        let said = format!("{}{}", finished.stdout, finished.stderr);
+        assert!(said.contains("burgeon: ") && !said.contains("PASSWORD"), "{line:?}: {said}");
+    }
+    let mut helper = Command::new(PROGRAM);
+    helper.arg0("mount.burgeon").args([bucket, at]).env("BURGEON_STATE_DIR", space.path("state"));
+    let output = helper.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && !said.contains("PASSWORD"), "{said}");
+}
+
 #[test]
 fn a_first_mistake_is_answered_by_what_to_type() {
     let Installation { space, tree, at, burgeon } = installation("mistakes");

@@ -40,6 +40,7 @@ use crate::{
         resume::{already, resume},
     },
     config::Config,
+    exit::message,
     exit::{NotPermitted, Usage},
     namespace::Namespace,
 };
@@ -127,7 +128,7 @@ pub(crate) fn main(arguments: &[OsString]) -> ExitCode {
         Err(_) => ExitCode::from(BUG),
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(e)) => {
-            eprintln!("{NAME}: {e:#}");
+            eprintln!("{NAME}: {}", message(&e));
             ExitCode::from(code_of(&e))
         }
     }

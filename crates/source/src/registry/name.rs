@@ -121,6 +121,13 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     if !host.contains(['.', ':']) && host != "localhost" {
         return Err(bad(format!("{host:?} is not a registry, such as docker.io")));
     }
+    if text.contains(['?', '#']) {
+        // Not quoted: it could be a token.
+        return Err(invalid(
+            "an image's name in a registry has no ? and no #: oci://REGISTRY/REPOSITORY:TAG"
+                .to_owned(),
+        ));
+    }
     let (name, digest) = match text.split_once('@') {
         Some((name, digest)) => (name, Some(digest.parse::<OciDigest>()?)),
         None => (text, None),
