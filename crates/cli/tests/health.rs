@@ -73,6 +73,29 @@ fn health_is_an_exit_code_within_a_time_limit() {
     assert!(finding["cost"].is_string() && finding["remedy"].is_string(), "{hangs}");
     assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
 
+    // So is a server that hangs, by `health`, `doctor` and the metrics.
+    let server = pid(&burgeon, "server_pid");
+    send(server, Signal::STOP);
+    let (code, hangs) = health(&burgeon, &["--timeout", "1", at.to_str().unwrap()]);
+    let (said, metrics) = (burgeon.run(&["doctor"]), burgeon.ok(&["metrics"]));
+    let seen = burgeon.run(&["status"]);
+    send(server, Signal::CONT);
+    let finding = &hangs["findings"][0];
+    assert_eq!((code, &finding["subject"]), (1, &"server".into()), "{hangs}");
+    assert!(finding["found"].as_str().unwrap().contains("does not answer"), "{hangs}");
+    assert!(said.stdout.contains(&format!("process {server} does not answer")), "{said:#?}");
+    assert!(metrics.contains("burgeon_server_up 0"), "{metrics}");
+    assert!(seen.stdout.contains("DOES NOT ANSWER"), "{seen:#?}");
+    assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
+
+    // A path where nothing is mounted is not healthy, whatever else is.
+    for path in [space.path("nothing").as_path(), Path::new("/")] {
+        let (code, other) = health(&burgeon, &[path.to_str().unwrap()]);
+        assert_eq!((code, &other["mounts"]), (1, &0.into()), "{other}");
+        let found = other["findings"][0]["found"].as_str().unwrap();
+        assert!(found.contains("no mount of the daemon of"), "{other}");
+    }
+
     burgeon.kill_both();
     let (code, dead) = health(&burgeon, &[]);
     assert_eq!((code, &dead["mounts"], &dead["running"]), (1, &1.into(), &false.into()));
@@ -81,7 +104,10 @@ fn health_is_an_exit_code_within_a_time_limit() {
     burgeon.ok(&["doctor", "--repair"]);
     assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
     assert!(is_read(&at, 0));
+    let at_path = at.to_str().unwrap().to_owned();
     burgeon.umount(mounted);
+    assert_eq!(health(&burgeon, &[&at_path]).0, 1);
+    assert_eq!(health(&burgeon, &[]).0, 0);
 }
 
 fn is_opener(id: u32) -> bool {

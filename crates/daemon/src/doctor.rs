@@ -48,6 +48,9 @@ use crate::{
 /// Time limit for a daemon to report its status.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
+/// Time limit for its server to report.
+const SERVER_SILENCE_MAX: Duration = Duration::from_secs(5);
+
 /// Time limit for a new daemon to serve a mount again that has lost its server, and the interval of
 /// checks.
 const SERVE_MAX: Duration = Duration::from_secs(60);
@@ -121,6 +124,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     if let Ok(Some(status)) = &mut runs {
         findings.extend(unserved(status));
         findings.extend(status.server_pid.and_then(user_of_server));
+        findings.extend(health::server(status, SERVER_SILENCE_MAX));
         read_only::note(status);
         findings.extend(status.mounts.iter().filter_map(forced_read_only));
     }
@@ -179,8 +183,8 @@ fn ask(state: &StateDir) -> Result<Option<Status>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(SILENCE_MAX)?;
     let asked = Instant::now();
-    if let Ok((Reply::Status(status), _)) = client.call(&Request::Status) {
-        return Ok(Some(*status));
+    if let Ok(Some(status)) = health::ask_for_status(&client, SERVER_SILENCE_MAX) {
+        return Ok(Some(status));
     }
     if asked.elapsed() < SILENCE_MAX {
         return Ok(None);

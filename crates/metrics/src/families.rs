@@ -83,7 +83,7 @@ pub const FAMILIES: &[Family] = &[
         "burgeon_server_up",
         Gauge,
         &[],
-        "1 if a server runs, which mounts need.",
+        "1 if a server runs and answers, which mounts need.",
         |it, out| {
             daemon(it, |it| out.count(&[], it.has_server.into()));
         }

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::Result;
-use burgeon_daemon::doctor::{Finding, health};
+use burgeon_daemon::doctor::health;
 use serde_json::json;
 
 use super::{Context, finding::show};
@@ -16,8 +16,8 @@ Examples:
   burgeon health --json --timeout 2
 
 Exit code 1 means that programs wait for data, get EIO, or cannot write because btrfs forced the
-mount read-only. A daemon that does not run is fine while
-nothing is mounted. `burgeon doctor` examines the whole host.";
+mount read-only; or that nothing is mounted at the path. Without a path, a daemon that does not run
+is fine while nothing is mounted. `burgeon doctor` examines the whole host.";
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Health {
@@ -30,12 +30,10 @@ pub(crate) struct Health {
 }
 
 pub(super) fn report(context: &Context, options: &Health) -> Result<ExitCode> {
-    let mut health = health(&context.state, Duration::from_secs(options.timeout));
-    if let Some(mount) = &options.mount {
-        let mount = mount.canonicalize().unwrap_or_else(|_| mount.clone());
-        let subject = format!("mount {}", mount.display());
-        health.findings.retain(|finding| concerns(finding, &subject));
-    }
+    let patience = Duration::from_secs(options.timeout);
+    // A path that does not exist is one where nothing is mounted.
+    let mount = options.mount.as_ref().map(|path| path.canonicalize().unwrap_or(path.clone()));
+    let health = health(&context.state, patience, mount.as_deref());
     let code = if health.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     if context.json {
         output::print_json(&json!({
@@ -49,13 +47,11 @@ pub(super) fn report(context: &Context, options: &Health) -> Result<ExitCode> {
     health.findings.iter().for_each(show);
     match (health.is_good(), health.is_running) {
         (true, true) => println!("healthy: mounted and served: {}", health.mounts),
-        (true, false) => println!("healthy: no daemon runs, and nothing is mounted"),
+        (true, false) => println!(
+            "healthy: no daemon of {} runs, and nothing of it is mounted",
+            context.state.root().display()
+        ),
         (false, _) => println!("NOT healthy"),
     }
     Ok(code)
-}
-
-/// True of what is about the mount, or about no single mount.
-fn concerns(finding: &Finding, subject: &str) -> bool {
-    finding.subject == subject || !finding.subject.starts_with("mount ")
 }

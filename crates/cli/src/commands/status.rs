@@ -59,8 +59,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
     }
     let server =
         status.server_pid.map_or("being started".to_owned(), |pid| format!("process {pid}"));
+    let silence = if status.server_answers { "" } else { " (DOES NOT ANSWER: `burgeon health`)" };
     println!(
-        "daemon {} (process {}), server {server}, restarted {}",
+        "daemon {} (process {}), server {server}{silence}, restarted {}",
         status.version,
         status.supervisor_pid,
         counted(status.server_restarts, "time")

@@ -1,7 +1,11 @@
 //! The health of a running daemon: a few questions that are answered at once, for machines that ask
 //! every few seconds. `examine` looks at the whole host, and takes longer.
 
-use std::time::Duration;
+use std::{
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
 
 use burgeon_block::Result;
 
@@ -14,6 +18,9 @@ use crate::{
     read_only,
     state::paths::StateDir,
 };
+
+/// Interval of asking again while the server is silent.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// The health of a state directory's daemon.
 #[derive(Debug)]
@@ -33,16 +40,21 @@ impl Health {
     }
 }
 
-/// Asks the daemon; one that does not answer in `patience` is a problem. No daemon is fine as long
-/// as nothing is mounted.
-pub fn health(state: &StateDir, patience: Duration) -> Health {
+/// Asks the daemon; one that does not answer in `patience` is a problem, and so is its server. No
+/// daemon is fine as long as nothing is mounted. With `only`, what concerns other mounts is left
+/// out, and a path where nothing is mounted is a problem.
+pub fn health(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
     match ask(state, patience) {
         Ok(Some(mut status)) => {
             read_only::note(&mut status);
+            status.mounts.retain(|mount| only.is_none_or(|only| mount.target == only));
             let mut findings = unserved(&status);
             findings.extend(status.mounts.iter().filter_map(forced_read_only));
-            findings.extend(server(&status));
+            findings.extend(server(&status, patience));
             findings.extend(cache(&status));
+            if status.mounts.is_empty() {
+                findings.extend(only.map(|path| not_mounted(path, state)));
+            }
             Health { is_running: true, mounts: status.mounts.len(), findings }
         }
         Ok(None) => {
@@ -55,6 +67,7 @@ pub fn health(state: &StateDir, patience: Duration) -> Health {
                     "start the daemon, which serves them again",
                 )
             });
+            let finding = finding.or_else(|| only.map(|path| not_mounted(path, state)));
             Health { is_running: false, mounts, findings: finding.into_iter().collect() }
         }
         Err(error) => {
@@ -70,26 +83,54 @@ pub fn health(state: &StateDir, patience: Duration) -> Health {
     }
 }
 
+fn not_mounted(path: &Path, state: &StateDir) -> Finding {
+    Finding::bad(
+        Level::Problem,
+        &format!("mount {}", path.display()),
+        format!("is no mount of the daemon of {}", state.root().display()),
+        "programs see what lies below it",
+        "mount it; or give the state directory of its daemon by --state-dir",
+    )
+}
+
 fn ask(state: &StateDir, patience: Duration) -> Result<Option<Status>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(patience)?;
-    match client.call(&Request::Status)?.0 {
-        Reply::Status(status) => Ok(Some(*status)),
-        _ => Ok(None),
+    ask_for_status(&client, patience)
+}
+
+/// The status; `None` for a daemon that gives none. While its server is silent, which a moment of
+/// load may explain, asks again.
+pub(super) fn ask_for_status(client: &Client, patience: Duration) -> Result<Option<Status>> {
+    let begun = Instant::now();
+    loop {
+        let Reply::Status(status) = client.call(&Request::Status)?.0 else { return Ok(None) };
+        if status.server_answers || begun.elapsed() >= patience {
+            return Ok(Some(*status));
+        }
+        thread::sleep(PAUSE);
     }
 }
 
-fn server(status: &Status) -> Option<Finding> {
-    let is_missing = status.server_pid.is_none() && !status.mounts.is_empty();
-    is_missing.then(|| {
-        Finding::bad(
-            Level::Problem,
-            "server",
-            "does not run",
-            "reads of data that is not in memory wait",
+/// A server that is missing or silent while something is mounted.
+pub(super) fn server(status: &Status, patience: Duration) -> Option<Finding> {
+    if status.mounts.is_empty() {
+        return None;
+    }
+    let (found, remedy) = match (status.server_pid, status.server_answers) {
+        (None, _) => (
+            "does not run".to_owned(),
             "it is started again by itself; if it stays so, its log names the cause",
-        )
-    })
+        ),
+        (Some(pid), false) => (
+            format!("process {pid} does not answer within {} s", patience.as_secs_f32()),
+            "look at its log and at its state in `ps`; if it stays so, kill it: another one is \
+             started, and readers wait meanwhile",
+        ),
+        (Some(_), true) => return None,
+    };
+    let cost = "reads of data that is not in memory wait";
+    Some(Finding::bad(Level::Problem, "server", found, cost, remedy))
 }
 
 /// A cache that takes nothing fails no read.

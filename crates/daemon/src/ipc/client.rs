@@ -28,6 +28,9 @@ use crate::{
 /// Time limit for a daemon to end.
 const ENDING_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Time limit for a status: a supervisor gives it within two seconds.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// Interval of checking if it has ended.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -54,8 +57,13 @@ impl Client {
         let begun = Instant::now();
         loop {
             let Some(client) = Self::connect(state)? else { return Ok(None) };
+            client.set_timeout(Some(STATUS_TIMEOUT))?;
             match client.call(&Request::Status) {
-                Ok((Reply::Status(status), _)) => return Ok(Some((client, *status))),
+                Ok((Reply::Status(status), _)) => {
+                    client.set_timeout(None)?;
+                    return Ok(Some((client, *status)));
+                }
+                Err(_) if begun.elapsed() >= STATUS_TIMEOUT => return Err(client.hangs(state)),
                 Ok(_) => {
                     return Err(Error::new(
                         ErrorKind::Corrupt,
@@ -108,8 +116,25 @@ impl Client {
 impl Client {
     /// Sets a time limit for answers from now on.
     pub fn wait_at_most(&self, time: Duration) -> Result<()> {
+        self.set_timeout(Some(time))
+    }
+
+    fn set_timeout(&self, time: Option<Duration>) -> Result<()> {
         let failed = |e| Error::io("cannot set how long to wait for the daemon", e);
-        self.stream.set_read_timeout(Some(time)).map_err(failed)
+        self.stream.set_read_timeout(time).map_err(failed)
+    }
+
+    /// The error of a daemon that keeps a client waiting for its status.
+    fn hangs(&self, state: &StateDir) -> Error {
+        let process = self.supervisor().map_or(0, |pid| pid.as_raw_nonzero().get());
+        let what = format!(
+            "the daemon of {} (process {process}) does not answer within {} s: it was stopped, or \
+             waits for a disk; mounts are served meanwhile. Look at its log, and if it stays so, \
+             end that process and run `burgeon doctor --repair`",
+            state.root().display(),
+            STATUS_TIMEOUT.as_secs()
+        );
+        Error::new(ErrorKind::Unavailable, what)
     }
 
     /// The listening process: the supervisor.

@@ -1,6 +1,6 @@
 //! The answer to `burgeon status`.
 
-use std::time::Duration;
+use std::{sync::PoisonError, time::Duration};
 
 use burgeon_block::{Counters, HistogramSnapshot};
 
@@ -28,6 +28,7 @@ impl Supervisor {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             supervisor_pid: std::process::id(),
             server_pid: table.server_pid,
+            server_answers: !table.server_is_silent,
             server_restarts: table.server_restarts,
             opener_pid: table.opener.as_ref().map(|(_, pid)| *pid),
             mounts: table.mounts.values().map(|entry| describe(entry, &table)).collect(),
@@ -45,10 +46,9 @@ impl Supervisor {
         let waited = self.changed.wait_timeout_while(table, REPORT_TIMEOUT, |table| {
             table.report_count == before && table.link.is_some()
         });
-        match waited {
-            Ok((table, _)) => table,
-            Err(poisoned) => poisoned.into_inner().0,
-        }
+        let (mut table, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        table.server_is_silent = table.report_count == before && table.link.is_some();
+        table
     }
 }
 

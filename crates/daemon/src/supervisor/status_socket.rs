@@ -77,7 +77,7 @@ impl Supervisor {
         let status = self.status();
         let snapshot = Snapshot {
             version: status.version,
-            has_server: status.server_pid.is_some(),
+            has_server: status.server_pid.is_some() && status.server_answers,
             mount_count: status.mounts.len() as u64,
             mounts_now: status.mounts.into_iter().take(MOUNTS_MAX).map(mount).collect(),
             cache_now: status.cache.as_ref().map(cache),

@@ -221,6 +221,8 @@ pub(crate) struct Table {
     pub(crate) reports: BTreeMap<MountId, MountReport>,
     /// Reports received so far, to wait for the next.
     pub(crate) report_count: u64,
+    /// The server did not answer the last request for a report in time.
+    pub(crate) server_is_silent: bool,
     /// The host's cache as the last report has it.
     pub(crate) cache: Option<HostCache>,
     /// Orders about it that this server has not answered.
@@ -299,6 +301,7 @@ impl Table {
         self.cache_orders.clear();
         self.cache_answers.clear();
         self.server_pid = pid;
+        self.server_is_silent = false;
         self.understands = Some(understands);
         self.introduce_opener();
         let ids: Vec<_> = self.mounts.keys().copied().collect();
@@ -397,6 +400,7 @@ impl Table {
                 self.cache = cache;
                 self.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
                 self.report_count += 1;
+                self.server_is_silent = false;
             }
             FromServer::Cache { number, answer, error } => {
                 // Nobody waits any more for an answer that comes after its server's end.

@@ -17,6 +17,9 @@ pub struct Status {
     pub supervisor_pid: u32,
     /// The server's process id, while there is one.
     pub server_pid: Option<u32>,
+    /// False if there is one that did not report when this status was asked for.
+    #[serde(default = "yes")]
+    pub server_answers: bool,
     /// Number of restarts of the server.
     pub server_restarts: u64,
     /// The opener's process id, while there is one.
@@ -27,6 +30,10 @@ pub struct Status {
     /// The host's cache, while a server has it.
     #[serde(default)]
     pub cache: Option<HostCache>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// The host's cache, which all images share. Space is in bytes; counts are since the server was
