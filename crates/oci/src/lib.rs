@@ -365,25 +365,38 @@ pub fn find_or_build(
             made.found(is_lazy)
         }
     };
-    // The alias is renewed if the new image has checksums and the old one has none.
-    let better = |old: &ImageRecord| {
-        // The digests are usually the same, which is cheap to see.
-        !matches!((old.digest(), found.image.digest()), (Ok(old), Ok(new)) if old == new)
-            && matches!(index::is_listed(store, old), Ok(true))
-            && matches!(index::is_listed(store, &found.image), Ok(false))
-    };
-    if let Some(index) = resolved.index.as_ref().filter(|_| !resolved.is_part()) {
-        let alias = alias(index).to_string();
-        let is_old = || work.vouched(store, &alias).is_none_or(|old| better(&old));
-        if want == ImageForm::Whole || is_old() {
-            work.vouch(&catalog::publish_alias(store, &found.image, &alias)?)?;
-        }
-    }
+    renew_alias(store, &resolved, &found.image, want, work)?;
     let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
     let tag_digest = source.tagged().map(|_| answered.to_string());
     let mut found = FoundImage { tag_digest, oci_digest: Some(answered.to_string()), ..found };
     keep_documents(&mut found, &blobs, &resolved, work);
     image(found)
+}
+
+/// Gives `image` the name of its image index, unless an image of that name serves as well: one with
+/// checksums replaces one without.
+fn renew_alias(
+    store: &impl ObjectStore,
+    resolved: &Resolved,
+    image: &ImageRecord,
+    want: ImageForm<'_>,
+    work: &Work<'_>,
+) -> Result<()> {
+    let Some(index) = resolved.index.as_ref().filter(|_| !resolved.is_part()) else {
+        return Ok(());
+    };
+    let alias = alias(index).to_string();
+    let serves = |old: &ImageRecord| {
+        // The digests are usually the same, which is cheap to see.
+        matches!((old.digest(), image.digest()), (Ok(old), Ok(new)) if old == new)
+            || !matches!(index::is_listed(store, old), Ok(true))
+            || !matches!(index::is_listed(store, image), Ok(false))
+    };
+    let is_served = || work.vouched(store, &alias).is_some_and(|old| serves(&old));
+    if want == ImageForm::Whole || !is_served() {
+        work.vouch(&catalog::publish_alias(store, image, &alias)?)?;
+    }
+    Ok(())
 }
 
 /// Adds the documents of the image to `found`, unless they are kept already. The image works

@@ -468,26 +468,11 @@ fn make(
             Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))
         }
         Task::Copy { from, record } => {
-            let progress = Progress::new(format!("pulling {from}"));
-            let stored = StepByStep::new(make_room);
-            let show = |done, total| {
-                stored.reached(done);
-                progress.update(done, Some(total));
-            };
-            let copied = catalog::copy(&Store::open(&from, access)?, &store, &record, &show);
-            progress.finish();
-            Done::Copied(copied?)
+            Done::Copied(copy_here((&from, access), &store, &record, make_room)?)
         }
         Task::BuildArchive { path, len, name } => {
             let archive = archive.ok_or_else(something_else)?;
-            let progress = Progress::new(format!("building {name}"));
-            let stored = StepByStep::new(make_room);
-            let show = |now: &builder::Progress| {
-                stored.reached(now.stored_bytes);
-                progress.update(now.bytes, now.bytes_total);
-            };
-            let built = builder::from_tar(&store, &name, archive, len, &options, &show);
-            progress.finish();
+            let built = build_here(&store, (archive, len), &name, &options, make_room);
             Done::Built(Box::new(built.map_err(|e| {
                 let of =
                     path.map_or("standard input".to_owned(), |path| path.display().to_string());
@@ -495,16 +480,58 @@ fn make(
             })?))
         }
     };
-    let image = match &done {
+    let image = image_of(&done);
+    let digest = image.map(ImageRecord::digest).transpose()?;
+    let noted = digest.and_then(|digest| provenance.noted(&digest));
+    Ok(Made { done, noted, read: Vec::new() })
+}
+
+/// The image that a task has made or found here.
+fn image_of(done: &Done) -> Option<&ImageRecord> {
+    match done {
         Done::Found(Elsewhere::Made(found)) => Some(&found.image),
         Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) | Done::Documents(..) => None,
         Done::Unpacked | Done::Written | Done::Differs(_) => None,
         Done::Indexed(indexed) => Some(&indexed.record),
         Done::Built(report) => Some(&report.image),
+    }
+}
+
+/// Copies the image of `record` from another store, and shows the progress.
+fn copy_here(
+    (from, access): (&Location, &Access),
+    store: &Store,
+    record: &ImageRecord,
+    make_room: MakeRoom<'_>,
+) -> Result<Copied> {
+    let progress = Progress::new(format!("pulling {from}"));
+    let stored = StepByStep::new(make_room);
+    let show = |done, total| {
+        stored.reached(done);
+        progress.update(done, Some(total));
     };
-    let digest = image.map(ImageRecord::digest).transpose()?;
-    let noted = digest.and_then(|digest| provenance.noted(&digest));
-    Ok(Made { done, noted, read: Vec::new() })
+    let copied = catalog::copy(&Store::open(from, access)?, store, record, &show);
+    progress.finish();
+    copied
+}
+
+/// Builds the image `name` of an open archive, and shows the progress.
+fn build_here(
+    store: &Store,
+    (archive, len): (File, Option<u64>),
+    name: &str,
+    options: &BuildOptions,
+    make_room: MakeRoom<'_>,
+) -> Result<Report> {
+    let progress = Progress::new(format!("building {name}"));
+    let stored = StepByStep::new(make_room);
+    let show = |now: &builder::Progress| {
+        stored.reached(now.stored_bytes);
+        progress.update(now.bytes, now.bytes_total);
+    };
+    let built = builder::from_tar(store, name, archive, len, options, &show);
+    progress.finish();
+    built
 }
 
 /// The record of the Burgeon image `name`, the only one in its store.

@@ -39,7 +39,7 @@ use crate::{
         access, built, complete,
         files::{self, make_folder},
         images, prepared,
-        record::{Attach, MOUNT_FORMAT, MountRecord},
+        record::{Attach, MOUNT_FORMAT, MountRecord, ProfileSource, Transport},
         recycled_seed,
         space::HOST_LEFT,
         writes,
@@ -175,10 +175,9 @@ impl Supervisor {
         plan: &mut Plan,
     ) -> Result<(Mounted, OwnedFd)> {
         let folder = self.state.mount(id);
-        let base = &plan.base;
-        let cache = self.state.image(&base.digest);
-        make_folder(&cache)?;
-        let profile = profile::source(&self.state, &request.profile, base.digest, &folder)?;
+        let digest = plan.base.digest;
+        make_folder(&self.state.image(&digest))?;
+        let profile = profile::source(&self.state, &request.profile, digest, &folder)?;
         plan.reserve(&self.state)?;
         if let Some(name) = request.writes.name() {
             recycled_seed::take(&self.state, name, &folder.join("seed"));
@@ -208,24 +207,7 @@ impl Supervisor {
             target: request.target.clone(),
             writes: plan.state(),
             attributes,
-            attach: Attach {
-                id,
-                seed: plan.base.folder.clone(),
-                cache: cache.join("cache"),
-                store: plan.store.clone(),
-                references: plan.store.folder() == Some(&*self.state.store()),
-                fsid: plan.seed_fsid,
-                fill: request.fill,
-                transport: channel.transport(),
-                area: plan.area.clone(),
-                fetch_limit: request.fetch_limit,
-                profile,
-                pins: match request.writes.name() {
-                    Some(name) => writes::folder(&self.state, name),
-                    None => folder.clone(),
-                }
-                .join("pins.json"),
-            },
+            attach: self.attach_of(request, plan, (id, channel.transport(), profile)),
             fsid: None,
             data_device: None,
             loops: Vec::new(),
@@ -274,6 +256,33 @@ impl Supervisor {
             notes: plan.notes.clone(),
         };
         Ok((mounted, mount))
+    }
+
+    /// All that the server needs to know of a planned mount.
+    fn attach_of(
+        &self,
+        request: &MountRequest,
+        plan: &Plan,
+        (id, transport, profile): (MountId, Transport, Option<ProfileSource>),
+    ) -> Attach {
+        let pins = match request.writes.name() {
+            Some(name) => writes::folder(&self.state, name),
+            None => self.state.mount(id),
+        };
+        Attach {
+            id,
+            seed: plan.base.folder.clone(),
+            cache: self.state.image(&plan.base.digest).join("cache"),
+            store: plan.store.clone(),
+            references: plan.store.folder() == Some(&*self.state.store()),
+            fsid: plan.seed_fsid,
+            fill: request.fill,
+            transport,
+            area: plan.area.clone(),
+            fetch_limit: request.fetch_limit,
+            profile,
+            pins: pins.join("pins.json"),
+        }
     }
 
     /// A note for the user if the mount has a virtual area that cannot be read.
