@@ -42,6 +42,7 @@ use burgeon_daemon::{
     log,
     roles::{self, ROLES},
 };
+use burgeon_source::registry::KUBELET_LOGIN;
 
 /// The allocator of musl maps and unmaps every large buffer, and the kernel clears its pages: reads
 /// of stored chunks took twice as long with it. `dist/build` says how much this one reserves.
@@ -68,6 +69,7 @@ const PROCESSES: &[(&str, usize, Main)] = &[
     ("__help", 1, |_| burgeon_daemon::help()),
     ("__prepare", 4, burgeon_daemon::prepare_process),
     ("__read", 0, commands::reading::process),
+    (KUBELET_LOGIN, 0, |_| commands::kubelet::process()),
     ("__accelerate-supervise", 1, |arguments| {
         burgeon_accelerator::supervise_process(first(arguments))
     }),

@@ -60,7 +60,7 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 82] = [
+const OTHERS: [&str; 83] = [
     "accelerated",
     "archives",
     "attributes",
@@ -99,6 +99,7 @@ const OTHERS: [&str; 82] = [
     "kill_apart",
     "kill_calls",
     "kill_held",
+    "kubelet_login",
     "kubernetes",
     "layouts",
     "let_go",

@@ -147,6 +147,12 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
             "cache.sharing" => choice(&config.cache.sharing, Sharing::default()),
             "mount.write-limit" => of_file(&mount.write_limit, Value::Null),
             "registry.hosts-dir" => of_file(&config.registry.hosts_dir, Value::Null),
+            "registry.kubelet-providers" => {
+                of_file(&config.registry.kubelet_providers, Value::Null)
+            }
+            "registry.kubelet-provider-dir" => {
+                of_file(&config.registry.kubelet_provider_dir, Value::Null)
+            }
             "mount.reserve" => of_file(&mount.reserve, json!(false)),
             "mount.fetch-limit" => of_file(&mount.fetch_limit, Value::Null),
             "mount.fill" => of_file(&mount.fill, json!(false)),

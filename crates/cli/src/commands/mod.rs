@@ -16,6 +16,7 @@ mod full;
 pub(crate) mod health;
 pub(crate) mod images;
 mod inspect;
+pub(crate) mod kubelet;
 mod let_go;
 pub(crate) mod log;
 mod map;
@@ -61,7 +62,10 @@ use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, DirectoryIdentity, StateDir};
 use burgeon_image::{builder::BuildOptions, catalog::Provenance};
 use burgeon_oci::{Documents, Unpackings};
-use burgeon_source::{Access, Location, Store, registry::Name};
+use burgeon_source::{
+    Access, Location, Store,
+    registry::{Name, PROVIDER_DIR, PROVIDERS, Providers},
+};
 
 use crate::{
     args::{Args, Command},
@@ -100,6 +104,13 @@ impl Context {
         let named = std::env::var_os(HOSTS_DIR).map(PathBuf::from).filter(|it| it.is_absolute());
         if let Some(folder) = named.or(configured) {
             burgeon_source::registry::use_hosts_of(folder);
+        }
+        if let Some(providers) = config.registry.providers() {
+            if Providers::of_environment().is_some() {
+                burgeon_daemon::pass_on(PROVIDERS, providers.file.clone().into());
+                burgeon_daemon::pass_on(PROVIDER_DIR, providers.folder.clone().into());
+            }
+            providers.use_for_logins();
         }
         let configured = config.state_dir.as_ref().map(|setting| setting.value.clone());
         let state_dir = global.state_dir.or(configured);

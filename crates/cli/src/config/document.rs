@@ -130,6 +130,12 @@ impl Reader<'_> {
             ["registry", "hosts-dir"] => {
                 put(&mut config.registry.hosts_dir, absolute(value), origin)
             }
+            ["registry", "kubelet-providers"] => {
+                put(&mut config.registry.kubelet_providers, absolute(value), origin)
+            }
+            ["registry", "kubelet-provider-dir"] => {
+                put(&mut config.registry.kubelet_provider_dir, absolute(value), origin)
+            }
             ["store", "default"] => put(&mut config.stores.default, store(value, true), origin),
             ["store", name, "url"] => store(value, false).map(|value| {
                 let setting = Setting { value, origin };
@@ -297,6 +303,8 @@ mod tests {
             mount.pull.is_some(),
             mount.transport.is_some(),
             registry.hosts_dir.is_some(),
+            registry.kubelet_providers.is_some(),
+            registry.kubelet_provider_dir.is_some(),
             stores.default.is_some(),
             stores.named.contains_key("models"),
         ];

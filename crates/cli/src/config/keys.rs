@@ -1,7 +1,7 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 17] = [
+pub(crate) const KEYS: [&str; 19] = [
     "state-dir",
     "log.level",
     "log.format",
@@ -17,6 +17,8 @@ pub(crate) const KEYS: [&str; 17] = [
     "mount.pull",
     "mount.transport",
     "registry.hosts-dir",
+    "registry.kubelet-providers",
+    "registry.kubelet-provider-dir",
     "store.default",
     "store.NAME.url",
 ];

@@ -34,7 +34,7 @@ use burgeon_daemon::{
     log::{self, LevelFilter},
     protocol::CacheAmount,
 };
-use burgeon_source::registry::Name;
+use burgeon_source::registry::{Name, Providers};
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -123,6 +123,37 @@ pub(crate) struct MountDefaults {
 pub(crate) struct Registry {
     /// The folder of `HOST/hosts.toml`, as containerd reads it.
     pub(crate) hosts_dir: Option<Setting<PathBuf>>,
+    /// The file of kubelet's `--image-credential-provider-config`.
+    pub(crate) kubelet_providers: Option<Setting<PathBuf>>,
+    /// The folder of the plugins that it names.
+    pub(crate) kubelet_provider_dir: Option<Setting<PathBuf>>,
+}
+
+impl Registry {
+    /// The credential provider plugins: those of the environment, or else of the files.
+    pub(crate) fn providers(&self) -> Option<Providers> {
+        Providers::of_environment().or_else(|| {
+            let value = |setting: &Option<Setting<PathBuf>>| Some(setting.as_ref()?.value.clone());
+            let (file, folder) = (&self.kubelet_providers, &self.kubelet_provider_dir);
+            Some(Providers { file: value(file)?, folder: value(folder)? })
+        })
+    }
+
+    /// Faults that no single line has.
+    fn problems(&self) -> Vec<Problem> {
+        let key = |name: &str| format!("registry.{name}");
+        let (alone, missing, origin) = match (&self.kubelet_providers, &self.kubelet_provider_dir) {
+            (Some(file), None) => ("kubelet-providers", "kubelet-provider-dir", &file.origin),
+            (None, Some(folder)) => ("kubelet-provider-dir", "kubelet-providers", &folder.origin),
+            _ => return Vec::new(),
+        };
+        vec![Problem {
+            file: origin.file.clone(),
+            line: Some(origin.line),
+            key: Some(key(alone)),
+            message: format!("it has no effect alone: add {}", key(missing)),
+        }]
+    }
 }
 
 /// `[store]` and `[store.NAME]`
@@ -199,6 +230,7 @@ impl Config {
             document::apply(document, &mut config, &mut problems);
             config.files.push(document.path.clone());
         }
+        problems.extend(config.registry.problems());
         problems.extend(config.stores.problems());
         (config, problems)
     }
@@ -291,6 +323,9 @@ pub(crate) fn begin_daemon() {
     let given = env::var_os(burgeon_daemon::CACHE_DIR).filter(|dir| !dir.is_empty());
     if let Some(dir) = given.map(PathBuf::from).or(dir.map(|dir| dir.value)) {
         burgeon_daemon::configure_cache_dir(dir);
+    }
+    if let Some(providers) = config.registry.providers() {
+        providers.use_for_logins();
     }
     for problem in problems {
         log::warn(&format!("the configuration has a problem: {problem}"));

@@ -10,6 +10,8 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use burgeon_source::registry::Providers;
+
 use crate::log;
 
 /// `argv[0]` of the processes that serve mounts. At shutdown systemd kills all processes but those
@@ -31,7 +33,7 @@ pub(crate) fn serving_program(verb: &str) -> Command {
 fn run_as(name: &str, verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(name).arg(verb);
-    command.envs(log::variables());
+    command.envs(log::variables()).envs(Providers::variables());
     command
 }
 

@@ -2,7 +2,8 @@
 //! Docker's `config.json` and its credential helpers, `auth.json` of Podman and Skopeo.
 //!
 //! ```text
-//!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json ──► Access: for one registry
+//!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json, kubelet's plugins
+//!            ──► Access: for one registry
 //!   daemon:  credentials of the request; if refused or absent, the same places as the command,
 //!            from its own environment
 //!   sandboxed process: credentials of the request; then those that another process returns
@@ -26,6 +27,7 @@ use serde_json::{Map, Value, json};
 use super::{
     Name, helper,
     hosts::{self, Hosts},
+    kubelet,
 };
 use crate::{
     Access,
@@ -74,7 +76,7 @@ impl Access {
     /// of `name`. Blocks on a helper. Without any, an error names the fault of the known
     /// settings or of the files of other programs.
     pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
-        match look_up(name)? {
+        match look_up(name, true)? {
             None => given(name, self).map(|_| Self::default()),
             kept => Ok(login_at(name, kept)),
         }
@@ -135,25 +137,35 @@ pub(super) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredent
 }
 
 /// The credentials in this process's environment for the registry of `name`.
-pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
+/// None that a registry has just refused are used again.
+pub(super) async fn own(name: &Name, is_refused: bool) -> Result<Option<DockerCredential>> {
     let name = name.clone();
-    crate::blocking(move || look_up(&name)).await
+    crate::blocking(move || look_up(&name, is_refused)).await
 }
 
-/// The credentials in this process's environment for the registry of `name`. Blocks on a helper.
-fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
+/// The credentials in this process's environment for the registry of `name`, or those of kubelet's
+/// plugins. Blocks on a helper or a plugin.
+fn look_up(name: &Name, is_refused: bool) -> Result<Option<DockerCredential>> {
     if let Some(ask) = ASK.get() {
         return given(name, &ask(name)?);
     }
     let registry = name.registry();
-    understood(registry, search(registry))
+    match understood(registry, search(registry)) {
+        Ok(Some(found)) => Ok(Some(found)),
+        nothing => match kubelet::credentials(name, is_refused) {
+            Ok(Some(found)) => Ok(Some(found)),
+            Ok(None) => nothing,
+            // The first fault is that of the place that is searched first.
+            Err(why) => nothing.and_then(|_| understood(registry, Err(why))),
+        },
+    }
 }
 
 /// The credentials for the registry of `name`: from `access`, else from this process's
 /// environment.
 fn find(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     match given(name, access)? {
-        None => look_up(name),
+        None => look_up(name, false),
         given => Ok(given),
     }
 }

@@ -9,6 +9,7 @@
 //! secret of other stores; its output is never shown, because it may be a secret.
 
 use std::{
+    ffi::OsString,
     io::{Read, Write},
     os::unix::process::CommandExt,
     process::{Child, Command, Stdio},
@@ -19,6 +20,8 @@ use std::{
 
 use docker_credential::DockerCredential;
 use serde::Deserialize;
+
+use super::providers::{PLUGINS, Providers, VERB};
 
 /// Longest time a helper may take: it may query a server, or prompt the user.
 const TIME_MAX: Duration = Duration::from_secs(30);
@@ -55,10 +58,7 @@ pub(super) fn credentials(
         username: String,
         secret: String,
     }
-    let said = match ASK.get() {
-        Some(ask) => ask(helper, registry)?,
-        None => ask_helper(helper, registry)?,
-    };
+    let said = said(helper, registry)?;
     if said.contains("credentials not found") {
         return Ok(None);
     }
@@ -70,22 +70,39 @@ pub(super) fn credentials(
     }))
 }
 
+/// The output of a helper, which another process runs if this one may not.
+pub(super) fn said(helper: &str, registry: &str) -> Said {
+    match ASK.get() {
+        Some(ask) => ask(helper, registry),
+        None => ask_helper(helper, registry),
+    }
+}
+
+/// The variables that programs with credentials get: no secret of other stores.
+pub(super) fn inherited() -> impl Iterator<Item = (&'static str, OsString)> {
+    ["PATH", "HOME"].into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)))
+}
+
 /// Runs a helper and returns its output, its own error messages included.
 pub fn ask_helper(helper: &str, registry: &str) -> Said {
+    if helper == PLUGINS {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("burgeon").arg(VERB).env_clear();
+        command.envs(inherited()).envs(Providers::variables());
+        return run(command, "kubelet's credential providers", registry, TIME_MAX);
+    }
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if helper.is_empty() || !helper.chars().all(plain) {
         return Err(format!("{helper:?} is no name of a credential helper"));
     }
     let name = format!("docker-credential-{helper}");
-    let kept =
-        ["PATH", "HOME"].into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
     let mut command = Command::new(&name);
-    command.arg("get").env_clear().envs(kept);
+    command.arg("get").env_clear().envs(inherited());
     run(command, &name, registry, TIME_MAX)
 }
 
-/// Runs `command`, called `name`, for at most `time_max`.
-fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> Said {
+/// Runs `command`, called `name`, with `input`, for at most `time_max`.
+pub(super) fn run(mut command: Command, name: &str, input: &str, time_max: Duration) -> Said {
     let child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -95,7 +112,7 @@ fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> 
     let mut child = Killed(child.map_err(|e| format!("{name} cannot be run: {e}"))?);
     if let Some(mut stdin) = child.0.stdin.take() {
         // A helper may answer without reading its input.
-        let _ = stdin.write_all(registry.as_bytes());
+        let _ = stdin.write_all(input.as_bytes());
     }
     let deadline = Instant::now() + time_max;
     let late = || format!("{name} does not answer within {} s", time_max.as_secs());

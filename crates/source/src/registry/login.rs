@@ -179,7 +179,8 @@ impl Logins {
                 Err(error) => why = Some(error),
             }
         }
-        let own = credentials::own(&self.desk.name).await.unwrap_or_else(|error| {
+        let own = credentials::own(&self.desk.name, refused.is_some());
+        let own = own.await.unwrap_or_else(|error| {
             wrong.get_or_insert(error);
             None
         });

@@ -17,8 +17,11 @@ mod digest;
 mod endpoint;
 mod helper;
 mod hosts;
+mod kubelet;
 mod login;
 mod name;
+mod plugins;
+mod providers;
 mod token;
 mod upload;
 
@@ -47,6 +50,8 @@ pub use self::{
     digest::{Checked, Digesting, OciDigest},
     hosts::use_hosts_of,
     name::Name,
+    plugins::ask_plugins,
+    providers::{PROVIDER_DIR, PROVIDERS, Providers, VERB as KUBELET_LOGIN},
     upload::{Put, Uploads},
 };
 use self::{
