@@ -17,7 +17,8 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use bytes::Bytes;
 use reqwest::{
-    Certificate, Client, ClientBuilder, Method, RequestBuilder, Response, StatusCode, Url,
+    Certificate, Client, ClientBuilder, Identity, Method, RequestBuilder, Response, StatusCode,
+    Url,
     header::{CONTENT_RANGE, RANGE},
     redirect::Policy,
 };
@@ -64,7 +65,8 @@ pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
     build(Client::builder().timeout(time_max))
 }
 
-/// The checks of a server's certificate beyond the system's, and the time to connect to it.
+/// The checks of a server's certificate beyond the system's, the certificate that it is shown, and the
+/// time to connect to it.
 #[derive(Clone, Default, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Trust {
     /// More authorities, as PEM.
@@ -72,6 +74,27 @@ pub(crate) struct Trust {
     pub(crate) skip_verify: bool,
     /// Longest time to connect, in milliseconds.
     pub(crate) connect_ms: Option<u64>,
+    /// The certificate to show, and its key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) client: Option<ClientPem>,
+}
+
+/// A certificate and its key, as PEM. Shows nobody the key.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct ClientPem(String);
+
+impl ClientPem {
+    /// `None` if the text has no certificate with its key.
+    pub(crate) fn new(text: String) -> Option<Self> {
+        Identity::from_pem(text.as_bytes()).is_ok().then_some(Self(text))
+    }
+}
+
+impl fmt::Debug for ClientPem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ClientPem")
+    }
 }
 
 /// A client with `trust`. It follows no redirects, because `trust` concerns one server.
@@ -83,6 +106,13 @@ pub(crate) fn client_with(trust: &Trust) -> Result<Client> {
             Error::new(ErrorKind::Invalid, what)
         })?;
         builder = builder.tls_certs_merge(parsed);
+    }
+    if let Some(ClientPem(text)) = &trust.client {
+        let identity = Identity::from_pem(text.as_bytes()).map_err(|_| {
+            let what = "a client file of hosts.toml has no certificate with its key";
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        builder = builder.identity(identity);
     }
     if trust.skip_verify {
         builder = builder.tls_danger_accept_invalid_certs(true);

@@ -18,7 +18,8 @@ use burgeon_source::{
     registry::{Name, OciDigest, Registry, use_hosts_of},
     waiting,
 };
-use testkit::{OciLayout, Proxy, skopeo_copy};
+use serde_json::json;
+use testkit::{Certificate, OciLayout, Proxy, RegistryOptions, skopeo_copy};
 
 /// The folder of all tests: each has a registry of its own in it.
 static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
@@ -209,4 +210,45 @@ fn a_mirror_that_keeps_others_waiting_is_asked_last() {
     // At once: the mirror is not even connected to.
     reads_abc(&registry);
     assert_eq!(connections(), 0);
+}
+
+#[test]
+fn a_client_certificate_is_shown_to_its_host_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let first = testkit::Registry::start(&path("registry"), None).unwrap();
+    push(&path("layout"), first.address());
+    drop(first);
+    let [server, client] =
+        ["localhost", "client"].map(|name| Certificate::new(&path(name), name).unwrap());
+    let options = RegistryOptions {
+        certificate: Some((&server.certificate, &server.key)),
+        clients_of: Some(&client.authority),
+        ..RegistryOptions::default()
+    };
+    let registry = testkit::Registry::with(&path("registry"), options).unwrap();
+    let url = format!("https://localhost:{}", registry.address().port());
+    let image: SocketAddr = "127.0.0.1:1".parse().unwrap();
+    let hosts = |client: String| {
+        format!("server = '{url}'\nca = '{}'\n{client}", server.authority.display())
+    };
+    let [certificate, key] = [&client.certificate, &client.key].map(|it| it.display());
+    reads_abc(&open(image, &hosts(format!("client = [['{certificate}', '{key}']]")), json!({})));
+    // In one file.
+    let both = [&client.certificate, &client.key].map(|file| fs::read_to_string(file).unwrap());
+    fs::write(path("both.pem"), both.concat()).unwrap();
+    let one = format!("client = '{}'", path("both.pem").display());
+    reads_abc(&open(image, &hosts(one), json!({})));
+    let whole = ByteRange::at(0, 3).unwrap();
+    let read = |registry: &Registry| waiting(registry.blob_range(&OciDigest::of(b"abc"), whole));
+    let without = read(&open(image, &hosts(String::new()), json!({}))).unwrap_err();
+    assert!(without.to_string().starts_with("cannot read"), "{without}");
+    // Another host of the same registry is not shown it.
+    let text = format!(
+        "[host.'http://127.0.0.1:1']\nclient = '{}'\n[host.'{url}']\nca = '{}'\n",
+        path("both.pem").display(),
+        server.authority.display()
+    );
+    let other = read(&open(image, &text, json!({}))).unwrap_err();
+    assert!(!other.to_string().contains("PRIVATE"), "{other}");
 }

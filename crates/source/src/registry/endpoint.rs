@@ -38,6 +38,7 @@ pub(super) struct Endpoint {
     pub(super) logins: Logins,
     pull: bool,
     resolve: bool,
+    referrers: bool,
     rests_until: Mutex<Option<Instant>>,
 }
 
@@ -92,6 +93,7 @@ impl Endpoint {
             logins: Logins::new(operation, name, access, web::Trust::default()),
             pull: true,
             resolve: true,
+            referrers: true,
             rests_until: Mutex::default(),
         })
     }
@@ -120,6 +122,7 @@ impl Endpoint {
             name: there,
             pull: host.pull,
             resolve: host.resolve,
+            referrers: host.referrers,
             rests_until: Mutex::default(),
         })
     }
@@ -128,7 +131,11 @@ impl Endpoint {
     /// pulled by its digest.
     pub(super) fn may_answer(&self, path: &str) -> bool {
         let by_digest = path.starts_with("blobs/") || path.contains(':');
-        if by_digest && !path.starts_with("referrers/") { self.pull } else { self.resolve }
+        match path.starts_with("referrers/") {
+            true => self.resolve || self.referrers,
+            false if by_digest => self.pull,
+            false => self.resolve,
+        }
     }
 
     pub(super) fn registry(&self) -> &str {

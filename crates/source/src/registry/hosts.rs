@@ -5,10 +5,11 @@
 //!     └► Hosts: mirrors in the order of the file, the server last ─► Access ─► daemon, child
 //! ```
 //! Only commands read the files. Processes in a sandbox get the hosts with the login, since headers
-//! may be secrets; a `ca` file is replaced by its contents.
+//! and keys are secrets; `ca` and `client` files are replaced by their contents.
 //!
 //! Invariants: files have bounds; an unknown or unsupported key is an error that names it; no error
-//! repeats a header's value.
+//! repeats a header's value
+//! or a key.
 
 use std::{
     fs,
@@ -28,7 +29,7 @@ use toml::de::{DeTable, DeValue};
 use super::Name;
 use crate::{
     opening::{Manner, opened_now},
-    web::Trust,
+    web::{ClientPem, Trust},
 };
 
 /// Longest `hosts.toml`, and longest `ca` file, in bytes.
@@ -60,6 +61,9 @@ pub(super) struct Host {
     pub(super) root: String,
     pub(super) pull: bool,
     pub(super) resolve: bool,
+    /// Lists of referrers, apart from [`Self::resolve`], which allows them, too.
+    #[serde(default)]
+    pub(super) referrers: bool,
     pub(super) headers: Vec<(String, String)>,
     pub(super) trust: Trust,
 }
@@ -158,6 +162,7 @@ fn host(url: &str, table: &DeTable<'_>, folder: &Path, is_server: bool) -> Parse
         root: String::new(),
         pull: true,
         resolve: true,
+        referrers: true,
         headers: Vec::new(),
         trust: Trust::default(),
     };
@@ -168,10 +173,13 @@ fn host(url: &str, table: &DeTable<'_>, folder: &Path, is_server: bool) -> Parse
             "server" | "host" if is_server => {}
             "capabilities" => {
                 let all = strings(key, value)?;
-                if let Some(other) = all.iter().find(|c| !["pull", "resolve", "push"].contains(c)) {
-                    return Err(format!("unknown capability {other:?}: pull, resolve or push"));
+                let known = ["pull", "resolve", "referrers", "push"];
+                if let Some(other) = all.iter().find(|it| !known.contains(it)) {
+                    let known = known.join(", ");
+                    return Err(format!("unknown capability {other:?}: there are {known}"));
                 }
-                (host.pull, host.resolve) = (all.contains(&"pull"), all.contains(&"resolve"));
+                let [pull, resolve, referrers, _] = known.map(|one| all.contains(&one));
+                (host.pull, host.resolve, host.referrers) = (pull, resolve, referrers);
             }
             "ca" => {
                 for path in strings(key, value)? {
@@ -182,11 +190,15 @@ fn host(url: &str, table: &DeTable<'_>, folder: &Path, is_server: bool) -> Parse
             "override_path" => overrides = boolean(key, value)?,
             "dial_timeout" => host.trust.connect_ms = Some(milliseconds(string(key, value)?)?),
             "header" => host.headers = headers(value)?,
-            "client" | "proxy" => {
-                return Err(format!("Burgeon does not support the key {key:?}: remove it"));
+            "client" => host.trust.client = client(value, folder)?,
+            "proxy" => {
+                return Err("containerd ignores the key \"proxy\": remove it; HTTPS_PROXY in the \
+                            environment names a proxy"
+                    .to_owned());
             }
             _ => {
-                let known = "capabilities, ca, skip_verify, header, override_path, dial_timeout";
+                let known =
+                    "capabilities, ca, client, skip_verify, header, override_path, dial_timeout";
                 return Err(format!("unknown key {key:?}: there are {known}"));
             }
         }
@@ -217,6 +229,26 @@ fn root(url: &str, overrides: bool) -> Parsed<String> {
         true => root.to_owned(),
         false => format!("{root}/v2"),
     })
+}
+
+/// The certificate and key of a file, a list with one file, or a list with one pair of files, of which
+/// the second may be `""`.
+fn client(value: &DeValue<'_>, folder: &Path) -> Parsed<Option<ClientPem>> {
+    let mut files = match value {
+        DeValue::Array(all) if all.len() > 1 => {
+            return Err("client has more than one certificate: keep the one of this host".into());
+        }
+        DeValue::Array(all) => match all.first().map(|one| one.get_ref()) {
+            None => return Ok(None),
+            Some(pair) => strings("client", pair)?,
+        },
+        value => strings("client", value)?,
+    };
+    files.retain(|file| !file.is_empty());
+    let texts = files.iter().map(|file| contents(&folder.join(file)));
+    let text = texts.collect::<Parsed<Vec<_>>>()?.join("\n");
+    let named = || format!("no certificate with its key in {}", files.join(", "));
+    ClientPem::new(text).map(Some).ok_or_else(named)
 }
 
 fn headers(value: &DeValue<'_>) -> Parsed<Vec<(String, String)>> {
@@ -318,10 +350,14 @@ mod tests {
         assert!(read(dir, &image).unwrap().is_none());
         fs::create_dir_all(dir.join("_default")).unwrap();
         let file = dir.join("_default/hosts.toml");
+        fs::write(dir.join("_default/empty.pem"), "hunter2").unwrap();
         for (text, said) in [
             ("[host.'https://m']\nmirror = true", "unknown key \"mirror\""),
             ("serve = 'https://m'", "unknown key \"serve\""),
-            ("client = 'x.pem'", "does not support the key \"client\""),
+            ("client = 'x.pem'", "x.pem cannot be opened"),
+            ("client = [['empty.pem', '']]", "no certificate with its key in empty.pem"),
+            ("client = ['a.pem', 'b.pem']", "more than one certificate"),
+            ("proxy = 'http://hunter2'", "ignores the key \"proxy\""),
             ("capabilities = ['read']", "unknown capability \"read\""),
             ("\nserver = ", "line 2"),
             ("server = 'https://me:hunter2@m'", "no URL"),

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// A server's certificate.
+/// A certificate of a server, or of a client.
 pub struct Certificate {
     /// The file with the certificate of the authority that has signed it.
     pub authority: PathBuf,
@@ -27,7 +27,7 @@ impl Certificate {
         let config = format!(
             "[req]\ndistinguished_name = dn\n[dn]\n\
              [authority]\nbasicConstraints = critical, CA:TRUE\nsubjectKeyIdentifier = hash\n\
-             [server]\nbasicConstraints = critical, CA:FALSE\nextendedKeyUsage = serverAuth\n\
+             [server]\nbasicConstraints = critical, CA:FALSE\nextendedKeyUsage = serverAuth, clientAuth\n\
              subjectAltName = DNS:{name}\n"
         );
         fs::write(path("config"), config)?;

@@ -113,6 +113,8 @@ pub struct RegistryOptions<'a> {
     pub read_only: bool,
     /// Files with a certificate and its key: it encrypts.
     pub certificate: Option<(&'a Path, &'a Path)>,
+    /// A file with an authority: it serves only clients with a certificate of it.
+    pub clients_of: Option<&'a Path>,
 }
 
 impl Registry {
@@ -144,7 +146,10 @@ impl Registry {
             }
             let tls = options.certificate.map_or(String::new(), |(certificate, key)| {
                 let (certificate, key) = (certificate.display(), key.display());
-                format!(", tls: {{certificate: \"{certificate}\", key: \"{key}\"}}")
+                let clients = options.clients_of.map_or(String::new(), |authority| {
+                    format!(", clientcas: [\"{}\"]", authority.display())
+                });
+                format!(", tls: {{certificate: \"{certificate}\", key: \"{key}\"{clients}}}")
             });
             let text = format!(
                 "version: 0.1\nlog: {{level: error}}\n{auth}\
