@@ -263,3 +263,40 @@ fn containerd_takes_the_configuration_of_setup() {
     let said = setup(&[]);
     assert!(!String::from_utf8_lossy(&said.stdout).contains("below [plugins"), "{said:?}");
 }
+
+#[test]
+fn setup_gives_a_cache_a_floor_that_kubelet_would_notice() {
+    let space = Space::new("containerd-floor");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let prefix = space.make_folder("prefix");
+    let floor = prefix.join("etc/burgeon/config.d/kubelet.toml");
+    let config = space.path("config.toml");
+    let setup = |keep_free: &str| {
+        fs::write(&config, format!("[cache]\nkeep-free = \"{keep_free}\"\n")).unwrap();
+        let mut command = Command::new(PROGRAM);
+        command.arg("--config").arg(&config).args(["--state-dir", "/var/lib/burgeon-test"]);
+        command.args(["snapshotter", "setup", "--write", "--prefix"]).arg(&prefix);
+        let output = command.output().unwrap();
+        assert!(output.stderr.is_empty(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    assert!(!setup("30%").contains("kubelet.toml") && !floor.exists(), "it has a higher floor");
+    assert!(setup("5%").contains("burgeon upgrade"));
+    let text = fs::read_to_string(&floor).unwrap();
+    assert!(text.contains("\n[cache]\nkeep-free = \"25%\"\n"), "{text}");
+    // It is a file of the configuration, and stays.
+    let show = ["--json", "config", "show"].map(std::ffi::OsStr::new);
+    let shown = Command::new(PROGRAM).arg("--config").arg(&floor).args(show).output().unwrap();
+    assert!(String::from_utf8_lossy(&shown.stdout).contains("25%"), "{shown:?}");
+    assert!(setup("30%").contains("kubelet.toml"));
+    // A floor that was set by hand counts more, as that of the tests does, and is a problem.
+    let prefix = ["snapshotter", "setup", "--prefix", prefix.to_str().unwrap()];
+    let said = burgeon.run(&prefix);
+    assert!(
+        said.code == Some(1) && said.stdout.contains("cache resize --keep-free 25%"),
+        "{said:?}"
+    );
+    fs::write(burgeon.state().join("cache.json"), r#"{"keep_free":{"percent":25}}"#).unwrap();
+    let said = burgeon.run(&prefix);
+    assert!(!said.stdout.contains("cache resize"), "{said:?}");
+}

@@ -76,6 +76,11 @@ pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>, is_
     let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared, parts: Vec::new() });
 }
 
+/// The floor that `burgeon cache resize` has set, if it has.
+pub fn changed_floor(state: &StateDir) -> Result<Option<CacheAmount>> {
+    Ok(Bounds::changed(state)?.keep_free)
+}
+
 impl Bounds {
     /// The bounds of the host's cache: those that the user has set, or the configured ones.
     pub(crate) fn read(state: &StateDir) -> Result<Self> {

@@ -9,6 +9,7 @@
 //! ```
 
 mod fetch;
+mod floor;
 mod layers;
 mod setup;
 mod status;
@@ -112,14 +113,9 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
     let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
     args.check()?;
     match &args.command {
-        Some(SnapshotsCommand::Setup(setup)) => setup::setup(
-            context.state.root(),
-            &root,
-            &args.socket,
-            &args.trust,
-            setup,
-            context.json,
-        ),
+        Some(SnapshotsCommand::Setup(setup)) => {
+            setup::setup(context, &root, &args.socket, &args.trust, setup)
+        }
         Some(SnapshotsCommand::Status) => status::status(context, &root),
         Some(SnapshotsCommand::Fetch(args)) => fetch::fetch(context, &root, args),
         Some(SnapshotsCommand::Verify) => verify::verify(context, &root),

@@ -4,6 +4,7 @@
 //! ```text
 //!   containerd --version ─► conf.d/burgeon.toml                  a file of ours, which config.toml imports
 //!   --trust, --root, …   ─► burgeon-snapshotter.service.d/trust.conf, also without --trust: that takes it back
+//!   cache.keep-free      ─► burgeon/config.d/kubelet.toml, if kubelet would notice the cache (floor.rs)
 //!   config.toml          ─► read only: is the file imported, and does it configure CRI?
 //!                           somebody else's, never changed
 //! ```
@@ -21,6 +22,7 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use serde_json::json;
 
+use super::{super::Context, floor};
 use crate::{exit::Usage, output};
 
 const DROP_IN: &str = "etc/containerd/conf.d/burgeon.toml";
@@ -46,19 +48,22 @@ pub(super) struct Setup {
 type Version = (u32, u32);
 
 pub(super) fn setup(
-    state: &Path,
+    context: &Context,
     root: &Path,
     socket: &Path,
     trust: &[String],
     args: &Setup,
-    json: bool,
 ) -> Result<ExitCode> {
+    let state = &context.state;
     let version = installed()?;
     let cri = if version.0 == 1 { own_cri(&args.prefix) } else { None };
-    let files = [
+    let mut files = vec![
         (args.prefix.join(DROP_IN), drop_in(version, root, socket, cri.is_none())?),
-        (args.prefix.join(UNIT), unit(state, root, socket, trust)?),
+        (args.prefix.join(UNIT), unit(state.root(), root, socket, trust)?),
     ];
+    if let Some(text) = floor::file(state, &context.config.cache, &args.prefix)? {
+        files.push((args.prefix.join(floor::FILE), text));
+    }
     let mut problems = problems(&args.prefix, version)?;
     if cri == Some(false) {
         problems.push(format!(
@@ -68,12 +73,13 @@ pub(super) fn setup(
             args.prefix.join(CONFIG).display()
         ));
     }
+    problems.extend(floor::problem(state)?);
     if args.write {
         for (path, text) in &files {
             write(path, text)?;
         }
     }
-    if json {
+    if context.json {
         let shown = files.iter().map(|(path, text)| json!({ "path": path, "text": text }));
         output::print_json(&json!({
             "containerd": format!("{}.{}", version.0, version.1),
@@ -87,9 +93,11 @@ pub(super) fn setup(
             println!("# {} ({verb})\n{text}", path.display());
         }
         problems.iter().for_each(|problem| println!("problem: {problem}"));
+        // The daemon reads the configuration when it starts, and then.
+        let upgrade = if files.len() > 2 { " && burgeon upgrade" } else { "" };
         println!(
             "then: systemctl daemon-reload && systemctl enable burgeon-snapshotter && \
-             systemctl restart burgeon-snapshotter containerd"
+             systemctl restart burgeon-snapshotter containerd{upgrade}"
         );
     }
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
