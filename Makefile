@@ -11,6 +11,7 @@
 # make bench-ublk    the same over ublk, in the lab
 # make bench-static  the static program beside the usual one: reads of cached data
 # make bench-accelerate   hit ratios of the policies of `burgeon accelerate`, beside RANDOM, LRU and the best possible
+# make bench-containers   200 idle containers beside overlayfs: disk, memory, threads, devices, time to make and remove
 # make bench-cache   policies of eviction on traces of chunks, beside the best possible; BENCH=FILE adds a recorded
 #              trace of block numbers (u32, little-endian)
 #
@@ -55,7 +56,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo check test soak bench bench-start bench-ublk bench-cache bench-accelerate bench-static check-arm64 build install deb tarball try-tarball lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk bench-cache bench-containers bench-accelerate bench-static check-arm64 build install deb tarball try-tarball lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -125,6 +126,11 @@ bench-ublk: build
 bench-cache:
 	dev/need $(BUILD_NEEDS)
 	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies -- $(BENCH)
+
+bench-containers:
+	dev/need $(TEST_NEEDS)
+	dev/go $(TARGET)/tools
+	$(SUDO) CONTAINERS=$(or $(CONTAINERS),200) $(CARGO) test --release --locked --package burgeon --test density -- --nocapture
 
 bench-accelerate:
 	dev/need $(BUILD_NEEDS)

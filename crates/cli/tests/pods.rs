@@ -12,8 +12,8 @@ use testkit::{
 };
 
 use node::{
-    Pushed, SCRIPT, image,
-    pods::{Pod, Pods, Version, chain_of, push_pause},
+    Pushed, SCRIPT, chain_of, image,
+    pods::{Pod, Pods, Version, push_pause},
     push_estargz_of,
 };
 
@@ -146,13 +146,13 @@ fn equals_overlayfs(pods: &mut Pods<'_>, app: &Pushed, pod: &Pod) {
     let of_pods = std::mem::replace(&mut pods.node.namespace, "reference".to_owned());
     let pull = ["images", "pull", "--plain-http", "--snapshotter", "overlayfs", &app.name];
     pods.node.ctr(&pull).unwrap();
-    let original = pods.mounted("overlayfs", "original", &chain);
+    let original = pods.node.mounted("overlayfs", "original", &chain);
     let options = ["run", "--snapshotter", "overlayfs", &app.name, "changed"];
     pods.node.ctr(&[&options[..], &["/bin/sh", "-c", SCRIPT]].concat()).unwrap();
     let changes = without_mount_points(pods.node.diff("overlayfs", "changed"));
     assert!(changes.0.len() > 12, "{changes:?}");
     let of_reference = std::mem::replace(&mut pods.node.namespace, of_pods);
-    let copy = pods.mounted("burgeon", "copy", &chain);
+    let copy = pods.node.mounted("burgeon", "copy", &chain);
     // The root of an overlay has the time of its making.
     let mut touch = Command::new("touch");
     touch.args(["-d", "@1"]).args([original.path(), copy.path()]);

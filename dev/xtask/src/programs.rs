@@ -60,7 +60,7 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 83] = [
+const OTHERS: [&str; 84] = [
     "accelerated",
     "archives",
     "attributes",
@@ -77,6 +77,7 @@ const OTHERS: [&str; 83] = [
     "containerd",
     "deb",
     "demo",
+    "density",
     "disks",
     "empty_chroot",
     "examples",

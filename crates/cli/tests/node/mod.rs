@@ -13,7 +13,7 @@ use std::{
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use testkit::{Estargz, OciLayout, PATIENCE, Space, go_tests, skopeo_copy, wait_until};
+use testkit::{Estargz, Mounted, OciLayout, PATIENCE, Space, go_tests, skopeo_copy, wait_until};
 
 pub mod pods;
 
@@ -199,6 +199,19 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
         self.ctr(&[&options[..], &["/bin/sh", "-c", script]].concat())
     }
 
+    /// A new snapshot above the committed one `chain`, mounted as containerd would.
+    pub fn mounted(&self, snapshotter: &str, name: &str, chain: &str) -> Mounted {
+        let at = self.space.make_folder(name);
+        let snapshots = |words: [&str; 3]| {
+            self.ctr(&[&["snapshots", "--snapshotter", snapshotter][..], &words].concat())
+        };
+        snapshots(["prepare", name, chain]).unwrap();
+        let script = snapshots(["mounts", at.to_str().unwrap(), name]).unwrap();
+        let mounted = Command::new("sh").args(["-c", &script]).status().unwrap().success();
+        assert!(mounted, "{script}");
+        Mounted::at(&at)
+    }
+
     /// The kinds of all snapshots.
     pub fn kinds(&self) -> Vec<String> {
         let kind = |one: &Value| one["kind"].as_str().unwrap().to_owned();
@@ -275,6 +288,16 @@ pub fn unpacked(layer: &[u8], space: &Space) -> (Vec<u8>, String) {
     let tar = Command::new("gzip").arg("-dc").arg(&path).output().unwrap().stdout;
     let hex: String = Sha256::digest(&tar).iter().map(|byte| format!("{byte:02x}")).collect();
     (tar, format!("sha256:{hex}"))
+}
+
+/// The chain ID of all these layers.
+pub fn chain_of(diff_ids: &[String]) -> String {
+    let above = |chain: String, id: &String| {
+        let digest = Sha256::digest(format!("{chain} {id}"));
+        let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("sha256:{hex}")
+    };
+    diff_ids[1..].iter().fold(diff_ids[0].clone(), above)
 }
 
 /// An image in a registry.

@@ -9,10 +9,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-use sha2::{Digest, Sha256};
 use testkit::{
-    Mounted, PATIENCE, Space, busybox_image, go_programs, kill, processes_with, skopeo_copy,
-    wait_until,
+    PATIENCE, Space, busybox_image, go_programs, kill, processes_with, skopeo_copy, wait_until,
 };
 
 use super::{Node, PROGRAM, serve};
@@ -103,19 +101,6 @@ impl<'a> Pods<'a> {
     pub fn exec(&self, pod: &Pod, script: &str) -> Result<String, String> {
         self.cri(&["exec", &pod.container, "/bin/sh", "-c", script])
     }
-
-    /// A new snapshot above the committed one `chain`, mounted as containerd would.
-    pub fn mounted(&self, snapshotter: &str, name: &str, chain: &str) -> Mounted {
-        let at = self.node.space.make_folder(name);
-        let snapshots = |words: [&str; 3]| {
-            self.node.ctr(&[&["snapshots", "--snapshotter", snapshotter][..], &words].concat())
-        };
-        snapshots(["prepare", name, chain]).unwrap();
-        let script = snapshots(["mounts", at.to_str().unwrap(), name]).unwrap();
-        let mounted = Command::new("sh").args(["-c", &script]).status().unwrap().success();
-        assert!(mounted, "{script}");
-        Mounted::at(&at)
-    }
 }
 
 impl Drop for Pods<'_> {
@@ -135,16 +120,6 @@ impl Drop for Pods<'_> {
         };
         processes_with(&self.folder).into_iter().filter(is_shim).for_each(kill);
     }
-}
-
-/// The chain ID of all these layers.
-pub fn chain_of(diff_ids: &[String]) -> String {
-    let above = |chain: String, id: &String| {
-        let digest = Sha256::digest(format!("{chain} {id}"));
-        let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-        format!("sha256:{hex}")
-    };
-    diff_ids[1..].iter().fold(diff_ids[0].clone(), above)
 }
 
 /// Pushes an image for sandboxes, which no layer of is lazy.
