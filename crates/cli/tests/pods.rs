@@ -203,3 +203,31 @@ fn a_pod_of_debians_containerd_is_lazy_and_leaves_nothing() {
     let is_empty = || pods.node.snapshots().is_empty() && space.mounts().is_empty();
     assert!(wait_until(PATIENCE, is_empty), "{:?}", pods.node.snapshots());
 }
+
+/// containerd maps the ids of the mounts itself: nothing is copied, and the container owns its files.
+#[test]
+fn a_container_with_users_of_its_own_owns_the_files_of_its_image() {
+    let space = Space::new("pods-users");
+    let _burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let name = |image: &str| format!("{}/{image}:1", registry.address());
+    let app = push_estargz_of(&space, &rich_image(&space), &name("app"), "rich", None);
+    let options = |form| ["--containers", form, "--trust", "*"];
+    let mut pods = Pods::start(&space, Version::V2, &name("pause"), &options("overlay"));
+    pods.node.namespace = format!("users-{}", std::process::id());
+    pods.node.pull(&app.name).unwrap();
+    let owners = "busybox stat -c %u:%g:%a / /etc/owned /more/program /more/large";
+    let script = format!("{owners}; echo mine > /new && busybox stat -c %u:%g /new; cat /new");
+    for form in ["overlay", "native"] {
+        pods.node.serve(&options(form));
+        let maps = ["--remap-labels", "--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536"];
+        let run = ["run", "--snapshotter", "burgeon"];
+        let words = [&app.name, form, "/bin/sh", "-c", &script];
+        let said = pods.node.ctr(&[&run[..], &maps, &words].concat()).unwrap();
+        let expected = "0:0:755\n0:0:644\n1234:567:4755\n0:0:644\n0:0\nmine\n";
+        assert_eq!(said, expected, "{form}");
+        assert!(pods.node.kinds().contains(&form.to_owned()), "{:?}", pods.node.snapshots());
+        pods.node.ctr(&["containers", "rm", form]).unwrap();
+    }
+    assert!(!pods.node.has_fetched(&app), "a layer was fetched");
+}
