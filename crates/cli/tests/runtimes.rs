@@ -1,5 +1,5 @@
-//! Mounts below programs that know nothing of Burgeon: podman, systemd-nspawn, bubblewrap. Each
-//! test runs an example of docs/cli.md, "Other runtimes". Needs root.
+//! Mounts below programs that know nothing of Burgeon: podman, buildah, systemd-nspawn, bubblewrap.
+//! Each test runs an example of docs/cli.md, "Other runtimes". Needs root.
 
 #![allow(clippy::unwrap_used)]
 
@@ -60,6 +60,15 @@ impl Podman {
         said("podman", &command.output().expect("install podman"))
     }
 
+    /// buildah with the same folders and stores.
+    fn buildah(&self, arguments: &[&str]) -> String {
+        let mut command = Command::new("buildah");
+        command.args(arguments).env("CONTAINERS_STORAGE_CONF", &self.configuration);
+        // It runs commands in a folder, without a runtime.
+        command.env("BUILDAH_ISOLATION", "chroot").env("TMPDIR", &self.home);
+        said("buildah", &command.output().expect("install buildah")).trim().to_owned()
+    }
+
     fn container(&self, arguments: &[&str]) -> String {
         self.run(&[&CONTAINER[..], arguments].concat())
     }
@@ -114,6 +123,13 @@ fn podman_takes_a_read_only_mount_for_a_store_of_images() {
     let images = podman.run(&["images", "--format", "{{.Repository}} {{.ReadOnly}}"]);
     assert_eq!(images, "localhost/busy true\n");
     assert_eq!(podman.container(&["localhost/busy"]), "from the store\n0\n");
+    // buildah builds above it, and podman runs what it built.
+    let container = podman.buildah(&["from", "--pull-never", "localhost/busy"]);
+    podman.buildah(&["run", &container, "/bin/sh", "-c", "echo built > /srv/built"]);
+    podman.buildah(&["config", "--cmd", "cat /srv/built", &container]);
+    podman.buildah(&["commit", "--rm", &container, "localhost/built"]);
+    assert_eq!(podman.container(&["localhost/built"]), "built\n");
+    assert!(!mounted.path().join("srv/built").exists(), "the store is read-only");
     burgeon.umount(mounted);
 }
 
