@@ -528,3 +528,31 @@ fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
     burgeon.umount(again);
     burgeon.umount(mounted);
 }
+
+/// A scrub, whose command has failed with the supervisor, does not read on for nobody.
+#[test]
+fn a_scrub_ends_with_its_supervisor() {
+    let space = Space::new("kill-scrub");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), Rng::new(77).bytes(3_000_000)).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--profile", "none"]);
+    fs::read(at.join("data")).unwrap();
+    let cache = || -> serde_json::Value {
+        let said = burgeon.ok(&["cache", "status", "--json"]);
+        serde_json::from_str::<serde_json::Value>(&said).unwrap()["cache"].clone()
+    };
+    assert!(wait_until(PATIENCE, || cache()["used"].as_u64() >= Some(3_000_000)));
+    // For years.
+    let mut scrub = burgeon.command(&["cache", "scrub", "--rate", "1"]).spawn().unwrap();
+    assert!(wait_until(PATIENCE, || cache()["scrubbing"] == true));
+    let server = pid(&burgeon, "server_pid");
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    assert!(!scrub.wait().unwrap().success());
+    burgeon.ok(&["doctor", "--repair"]);
+    assert_eq!(pid(&burgeon, "server_pid"), server, "the server was not adopted");
+    assert!(wait_until(PATIENCE, || cache()["scrubbing"] != true));
+    burgeon.umount(mounted);
+}

@@ -234,6 +234,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         }
         *lock(&serving.link) = None;
         serving.helpers.supervisor_died();
+        serving.end_scrub();
         lock(&serving.warmed).clear();
         if serving.is_idle() {
             return Ok(());

@@ -155,10 +155,7 @@ impl Serving {
     /// Scrubs, and ends the scrub that runs: perhaps nobody waits for it any more.
     fn scrub_cache(&self, bytes_per_second: u64) -> Result<(u64, u64)> {
         let stop = Arc::<AtomicBool>::default();
-        let own = (bytes_per_second != END_SCRUB).then(|| Arc::clone(&stop));
-        if let Some(before) = std::mem::replace(&mut *lock(&self.scrub), own) {
-            before.store(true, Ordering::Relaxed);
-        }
+        self.replace_scrub((bytes_per_second != END_SCRUB).then(|| Arc::clone(&stop)));
         if bytes_per_second == END_SCRUB {
             return Ok((0, 0));
         }
@@ -169,6 +166,17 @@ impl Serving {
             return Err(Error::new(ErrorKind::Unavailable, what));
         }
         Ok(done)
+    }
+
+    /// Ends the scrub that runs: its command has lost its connection with the supervisor.
+    pub(super) fn end_scrub(&self) {
+        self.replace_scrub(None);
+    }
+
+    fn replace_scrub(&self, next: Option<Arc<AtomicBool>>) {
+        if let Some(before) = std::mem::replace(&mut *lock(&self.scrub), next) {
+            before.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Forgets the chunks of an image in all domains that it is read in now.
