@@ -373,6 +373,13 @@ fn a_complete_image_of_a_table_of_contents_gets_checksums() {
     let mounted = set.mount(&set.at, &FUSE);
     assert_eq!(states(&set.burgeon), ["serving", "serving"]);
     assert_same(&set.tree, &set.at);
+    // The kernel knows them, so these mounts are let go at once.
+    let said = set.burgeon.ok(&["let-go", set.at.to_str().unwrap()]);
+    assert!(!said.contains("is served on"), "{said}");
+    let mut both = states(&set.burgeon);
+    both.sort();
+    assert_eq!(both, ["let go", "serving"]);
+    assert_same(&set.tree, &set.at);
     set.burgeon.umount(mounted);
     set.burgeon.umount(other);
 }
