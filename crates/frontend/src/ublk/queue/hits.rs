@@ -14,7 +14,7 @@ use std::{fs::File, sync::atomic::AtomicUsize};
 
 use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Digest, ObjectId};
 use burgeon_btrfs::Tree;
-use burgeon_cache::{Amount, Cache, Domain, Settings, disk::Folder, policy::Clock};
+use burgeon_cache::{Amount, Cache, Domain, Owner, Settings, disk::Folder, policy::Clock};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, DATA_START, Manifest};
 use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, Volume};
 use bytes::Bytes;
@@ -104,8 +104,10 @@ fn a_queue_answers_hits_from_the_cache() {
     // Without a thread of its own.
     let disk = Arc::new(Folder::new(folder.path()).unwrap());
     let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
-    let cache = Cache::over(disk, settings, Box::<Clock>::default());
-    let access = CacheAccess { store: Arc::new(cache), domain: Domain::PUBLIC };
+    let cache = Arc::new(Cache::over(disk, settings, Box::<Clock>::default()));
+    // As a server has it.
+    let owner = Owner { image: "image".to_owned(), store: "store".to_owned() };
+    let access = CacheAccess { store: cache.for_owner(&owner), domain: Domain::PUBLIC };
     let pack = Pack(content.clone().into());
     let volume = Volume::<_, ChecksumFile>::new(map, pack, access, Limits::default());
     let filled = runtime.block_on(async { volume.fill().ended().await });
