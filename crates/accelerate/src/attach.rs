@@ -26,6 +26,7 @@ use crate::{
     locks::Span,
     marks::Marks,
     mode::Mode,
+    throttle::Load,
     records::DeviceBitmaps,
     sets::check_of,
     store::{Store, Trust},
@@ -228,6 +229,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             mode: AtomicUsize::new(options.mode as usize),
             cutoff: AtomicU64::new(options.cutoff),
             backing: Arc::new(backing),
+            logging: Load::default(),
         };
         device.register();
         device

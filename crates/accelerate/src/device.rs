@@ -34,6 +34,7 @@ use crate::{
     locks::{Locked, Span},
     marks::Marks,
     mode::Mode,
+    throttle::Load,
     records::DeviceBitmaps,
     sets::Slot,
     store::Store,
@@ -76,6 +77,8 @@ pub struct Cached<C: LocalFile, S> {
     pub(crate) mode: AtomicUsize,
     pub(crate) cutoff: AtomicU64,
     pub(crate) backing: Arc<Backing>,
+    /// Writes that may go to the log.
+    pub(crate) logging: Load,
 }
 
 impl<C: LocalFile, S> Drop for Cached<C, S> {
@@ -292,10 +295,12 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     fn write_part(&self, at: u64, bytes: &[u8], sequential: bool) -> Result<()> {
         let len = bytes.len() as u64;
         self.backing.check()?;
+        let logging = self.logging.begin();
         let locked = self.lock(at, len);
         if self.goes_to_log(at, len, sequential)? && self.write_log(at, bytes)? {
             return Ok(());
         }
+        drop(logging);
         self.change(
             (at, len, locked),
             |_| {

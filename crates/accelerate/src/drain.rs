@@ -1,7 +1,7 @@
 //! Dirty blocks of one device: written back for it alone, or given up.
 //!
 //! ```text
-//!   the oldest dirty blocks of the device ─► by address to the slow device ─► slow sync
+//!   the oldest dirty blocks of the device ─► log durable ─► by address to the slow device ─► slow sync
 //!        ─► identity, index and log durable ─► the device's own tail past them, durable ─► clean
 //! ```
 //!
@@ -101,30 +101,40 @@ impl<C: LocalFile> Store<C> {
         stored.or_else(|error| self.give_up(&error).and(Err(error)))
     }
 
-    /// Writes back every attached device, because one with dirty blocks is not attached.
-    pub(crate) fn write_back_around(
+    /// Writes back every attached device for itself, because they cannot be written back together: one
+    /// with dirty blocks is not attached, or fails.
+    pub(crate) fn write_back_apart(
         &self,
         log: &Log,
-        absent: u8,
+        together: Result<()>,
         want: WriteBackScope,
         throttle: &dyn Throttle,
     ) -> Result<()> {
+        if self.has_failed() {
+            return together;
+        }
         let before = match want {
             WriteBackScope::Older(before) => log.younger(before),
             WriteBackScope::Room | WriteBackScope::All => log.next(),
         };
         let devices: Vec<u8> =
             (0..DEVICES_MAX as u8).filter(|device| self.attached(*device).is_ok()).collect();
+        let mut drained = Ok(());
         for device in devices {
-            self.drain_in_turn(log, device, (before, usize::MAX), throttle)?;
+            let done = self.drain_in_turn(log, device, (before, usize::MAX), throttle);
+            drained = drained.and(done.map(drop));
+            if self.has_failed() {
+                return drained;
+            }
         }
         match want {
-            WriteBackScope::Room if !log.has_room() => {
-                let why = self.attached(absent).err().map(|error| error.to_string());
-                let what = format!("the log is full, because {}", why.unwrap_or_default());
+            WriteBackScope::Room if log.has_room() => Ok(()),
+            WriteBackScope::Room => {
+                let why = drained.and(together).err().map(|error| error.to_string());
+                let what = format!("the log is full: {}", why.unwrap_or_default());
                 Err(Error::new(ErrorKind::NoSpace, what))
             }
-            _ => Ok(()),
+            WriteBackScope::Older(_) | WriteBackScope::All => drained,
         }
     }
 

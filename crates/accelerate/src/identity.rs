@@ -117,12 +117,25 @@ impl Identity {
 
     /// Reads all samples.
     pub(crate) fn take(&self, device: &impl Clean) {
-        let places = self.state().places.clone();
+        let places = {
+            let mut state = self.state();
+            state.samples.clear();
+            state.is_kept = true;
+            state.places.clone()
+        };
         let mut samples = device.checks(0, FIRST);
         samples.extend(places.into_iter().flat_map(|place| device.checks(place, 1)));
+        self.add(samples);
+        self.state().changed = true;
+    }
+
+    /// Adds samples that were missing when they were read. What is there by now was written back since.
+    fn add(&self, samples: Vec<(u64, u32)>) {
         let mut state = self.state();
-        state.samples = samples.into_iter().collect();
-        (state.is_kept, state.changed) = (true, true);
+        state.changed |= !samples.is_empty();
+        for (block, check) in samples {
+            state.samples.entry(block).or_insert(check);
+        }
     }
 
     /// Reads the samples again that lie in regions of `cleared`, and some of those that are missing.
@@ -140,9 +153,7 @@ impl Identity {
         let mut samples = if first { device.checks(0, FIRST) } else { Vec::new() };
         let places = stale.into_iter().chain(missing).take(READS_MAX);
         samples.extend(places.flat_map(|place| device.checks(place, 1)));
-        let mut state = self.state();
-        state.changed |= !samples.is_empty();
-        state.samples.extend(samples);
+        self.add(samples);
     }
 
     /// The next copy and its sequence, to be stored; `None` if nothing has changed.

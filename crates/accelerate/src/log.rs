@@ -38,6 +38,8 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_SIZE as usize;
+/// The most segments that are retired at once, unless all are: a slow disk needs minutes for 64 MiB.
+const RETIRED_MAX: usize = 4;
 
 /// Changes of the superblock that the log needs, durable when they return.
 pub(crate) trait Heads {
@@ -52,7 +54,7 @@ pub(crate) trait Heads {
 pub(crate) enum WriteBackScope {
     /// The oldest segment, to make room.
     Room,
-    /// Up to a quarter of the log, whose segments were begun before this second.
+    /// Up to [`RETIRED_MAX`] segments that were begun before this second.
     Older(u64),
     /// Everything.
     All,
@@ -463,11 +465,10 @@ impl Log {
         });
         let mut closed: Vec<_> = closed.collect();
         closed.sort_unstable();
-        let most = (state.segments.len() / 4).max(1);
         let count = match want {
             WriteBackScope::Room => 1,
             WriteBackScope::Older(before) => {
-                closed.iter().take(most).take_while(|(_, born, _)| *born < before).count()
+                closed.iter().take(RETIRED_MAX).take_while(|(_, born, _)| *born < before).count()
             }
             WriteBackScope::All => closed.len(),
         };

@@ -46,6 +46,13 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         log.is_some_and(|log| log.first_in(self.key(0), u64::MAX).is_some())
     }
 
+    /// True if it has no dirty blocks, and gets none before its mode is write-back.
+    pub fn is_settled(&self) -> bool {
+        // A write that has chosen the log before the first look shows at one of the next two.
+        let is_clean = || !self.is_dirty();
+        self.mode() != Mode::WriteBack && is_clean() && self.logging.in_flight() == 0 && is_clean()
+    }
+
     /// Seconds since the oldest of the cache's dirty blocks may have been written, by the clock of the
     /// writing back.
     pub fn dirty_seconds(&self, now: u64) -> Option<u64> {
@@ -87,7 +94,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     /// Reads the samples again that lose their marks, which is durable when this returns.
     fn refresh_identity(&self, idle: &[Idle]) -> Result<()> {
         let identity = &self.backing.identity;
-        if self.mode() != Mode::WriteBack && !self.is_dirty() {
+        if self.is_settled() {
             identity.leave();
         }
         if !identity.is_kept() {

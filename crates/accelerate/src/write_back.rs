@@ -1,7 +1,7 @@
 //! Writes dirty blocks to their slow devices, and frees the log.
 //!
 //! ```text
-//!   the oldest segments ─► their versions by address, adjoining blocks in one write
+//!   the oldest segments ─► log durable ─► their versions by address, adjoining blocks in one write
 //!        ─► slow sync of each device ─► index and log durable ─► tail past them, durable ─► free
 //! ```
 //!
@@ -154,17 +154,14 @@ impl<C: LocalFile> Store<C> {
 
     /// Writes back what is older or more than `limits` say; `now` is a clock's seconds.
     pub fn write_back_due(&self, limits: Limits, now: u64) -> Result<()> {
-        self.write_back_throttled(limits, now, &AtOnce)
+        while self.write_back_throttled(limits, now, &AtOnce)? {}
+        Ok(())
     }
 
-    /// [`Self::write_back_due`] with a throttle of the caller's.
-    pub fn write_back_throttled(
-        &self,
-        limits: Limits,
-        now: u64,
-        throttle: &dyn Throttle,
-    ) -> Result<()> {
-        let Some(log) = self.usable_log() else { return Ok(()) };
+    /// A part of [`Self::write_back_due`] at a rate of the caller's, because others wait for a turn. True
+    /// if more may be due.
+    pub fn write_back_throttled(&self, limits: Limits, now: u64, throttle: &dyn Throttle) -> Result<bool> {
+        let Some(log) = self.usable_log() else { return Ok(false) };
         log.set_clock(now);
         let too_full = self.dirty().1 >= limits.percent;
         let before = if too_full { u64::MAX } else { now.saturating_sub(limits.seconds) };
@@ -174,15 +171,31 @@ impl<C: LocalFile> Store<C> {
     /// Writes back every dirty block.
     pub fn write_back_all(&self) -> Result<()> {
         let _waiting = Waiting::new(&self.waiting);
-        self.write_back(WriteBackScope::All, &AtOnce)
+        self.write_back(WriteBackScope::All, &AtOnce).map(drop)
     }
 
-    pub(crate) fn write_back(&self, want: WriteBackScope, throttle: &dyn Throttle) -> Result<()> {
-        let Some(log) = self.usable_log() else { return Ok(()) };
+    /// True if segments were retired, and there may be more.
+    fn write_back(&self, want: WriteBackScope, throttle: &dyn Throttle) -> Result<bool> {
+        let Some(log) = self.usable_log() else { return Ok(false) };
         let _turn = self.locks.lock(TURN);
-        if let Some(absent) = self.absent(log) {
-            return self.write_back_around(log, absent, want, throttle);
-        }
+        let together = match self.absent(log) {
+            Some(absent) => self.attached(absent).map(drop),
+            None => match self.write_back_together(log, want, throttle) {
+                Ok(retired) => return Ok(retired),
+                // What keeps one device from being written back keeps no other.
+                Err(error) => Err(error),
+            },
+        };
+        self.write_back_apart(log, together, want, throttle).map(|()| false)
+    }
+
+    /// Writes back segments, the oldest first.
+    fn write_back_together(
+        &self,
+        log: &Log,
+        want: WriteBackScope,
+        throttle: &dyn Throttle,
+    ) -> Result<bool> {
         if want != WriteBackScope::Room {
             log.close_before(if let WriteBackScope::Older(before) = want {
                 before
@@ -196,7 +209,7 @@ impl<C: LocalFile> Store<C> {
                 WriteBackScope::Room if !log.has_room() => {
                     Err(Error::new(ErrorKind::NoSpace, "the log of the cache is full"))
                 }
-                _ => Ok(()),
+                _ => Ok(false),
             };
         }
         let (tail, versions) = log.versions(&segments);
@@ -208,7 +221,7 @@ impl<C: LocalFile> Store<C> {
         let stored = self.store_head(|head| head.log.tail = head.log.tail.max(tail));
         stored.or_else(|error| self.give_up(&error).and(Err(error)))?;
         log.free(&segments);
-        Ok(())
+        Ok(true)
     }
 
     pub(crate) fn attached(&self, device: u8) -> Result<Arc<Backing>> {
@@ -221,13 +234,15 @@ impl<C: LocalFile> Store<C> {
         })
     }
 
-    /// Writes versions, which are sorted by address.
+    /// Writes versions, which are sorted by address. They are durable in the log before: after a power
+    /// failure, a block of the slow device that differs from what is known of it is dirty.
     pub(crate) fn write_versions(
         &self,
         log: &Log,
         versions: &[(Key, DirtyVersion)],
         throttle: &dyn Throttle,
     ) -> Result<()> {
+        self.barrier()?;
         let mut rest = versions;
         let mut pages = self.pages(RUN_MAX as u64 * BLOCK_SIZE)?;
         while let Some((first, _)) = rest.first() {

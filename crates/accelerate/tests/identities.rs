@@ -2,7 +2,7 @@
 
 mod machine;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
     Cached, Dirty, Limits, Mode, Options, Store, Trust, dirty_in, policy::Kind,
@@ -224,4 +224,104 @@ fn a_cache_device_that_dies_leaves_a_list_of_what_it_had() {
     let ranges = vec![10 * BLOCK as u64..20 * BLOCK as u64, 30 * BLOCK as u64..31 * BLOCK as u64];
     assert_eq!(*lock(&told), [Dirty { name: "slow".to_owned(), ranges }]);
     assert!(machine.slow.block(40) == [1; BLOCK] && get(&device, 15).is_err());
+}
+
+/// A sample that is written back while others are read is not replaced by what was read of it before.
+#[test]
+fn a_sample_that_is_written_back_meanwhile_is_the_newer_one() {
+    let machine = Machine::new();
+    let device = Arc::new(machine.start());
+    device.set_mode(Mode::WriteThrough).expect("the mode stays");
+    [10, 300].into_iter().for_each(|block| put(&device, block, 1));
+    device.set_mode(BACK).expect("the mode stays");
+    let other = device.clone();
+    let write_back = Box::new(move || {
+        put(&other, 10, 9);
+        other.write_back(u64::MAX, usize::MAX).expect("writing back fails");
+    });
+    // The first MiB has been read by then.
+    *lock(&machine.slow.0.on_read) = Some((256 * BLOCK as u64, write_back));
+    device.tidy().expect("tidying fails");
+    assert!(lock(&machine.slow.0.on_read).is_none(), "no further sample was read");
+    assert_eq!((machine.slow.block(10), device.marked()), (vec![9; BLOCK], 0));
+    own_device_comes_back(&machine, device);
+}
+
+fn own_device_comes_back(machine: &Machine, device: Arc<Cached<Disk, Disk>>) {
+    device.set_mode(BACK).expect("the mode stays");
+    put(&device, 500, 2);
+    drop(device);
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, Options::new(BACK));
+    assert_eq!(get(&device.expect("its own device is refused"), 500).unwrap_or(0), 2);
+}
+
+/// The mode changes, and the device is tidied, while a write is on its way to the log.
+#[test]
+fn a_write_on_its_way_to_the_log_keeps_the_identity() {
+    let machine = Machine::new();
+    let device = Arc::new(machine.start());
+    let other = device.clone();
+    let change = Box::new(move || {
+        other.set_mode(Mode::WriteThrough).expect("the mode stays");
+        assert!(!other.is_settled());
+        other.tidy().expect("tidying fails");
+    });
+    *lock(&machine.cache.0.on_write) = Some(((machine.log * BLOCK) as u64, change));
+    device.write(3 * BLOCK as u64, &[1; 2 * BLOCK], false).expect("a write fails");
+    assert!(device.mode() == Mode::WriteThrough && device.dirty() == 2);
+    let first = device.store().log_position();
+    // It meets a dirty block.
+    put(&device, 4, 2);
+    assert_eq!(device.write_back(first, usize::MAX).expect("writing back fails"), 0);
+    assert_eq!((device.dirty(), machine.slow.block(3)), (1, vec![1; BLOCK]));
+    drop(device);
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, Options::new(BACK));
+    assert_eq!(get(&device.expect("its own device is refused"), 4).unwrap_or(0), 2);
+}
+
+#[test]
+fn a_device_that_fails_keeps_no_other_from_being_written_back() {
+    let machine = dirty_machine();
+    let store = machine.store(Trust::Warm).expect("no store");
+    let options = Options::new(BACK);
+    let (slow, other) = (machine.slow.clone(), Disk::new(SLOW_BLOCKS * BLOCK));
+    let attach = |slow, name| Cached::attach(store.clone(), slow, name, Trust::Warm, options);
+    let failing = attach(slow, "slow").expect("not attached");
+    let device = attach(other.clone(), "other").expect("not attached");
+    put(&device, 7, 1);
+    machine.slow.fail(true);
+    let limits = Limits { percent: 0, seconds: 0 };
+    assert!(store.write_back_due(limits, 1).is_err());
+    assert_eq!((device.dirty(), other.block(7), failing.dirty()), (0, vec![1; BLOCK], 2));
+    // Nor from being written to, also when the log is full.
+    for round in 1..4 {
+        (0..SLOW_BLOCKS).for_each(|block| put(&device, block, round));
+        device.flush().expect("a flush fails");
+    }
+    assert_eq!((get(&device, 900).unwrap_or(0), get(&failing, 900).unwrap_or(0)), (3, 2));
+    machine.slow.fail(false);
+    store.write_back_all().expect("writing back fails");
+    assert_eq!((machine.slow.block(900), other.block(900)), (vec![2; BLOCK], vec![3; BLOCK]));
+    assert_eq!(failing.dirty() + device.dirty(), 0);
+}
+
+/// Otherwise a power failure takes the version from the log alone, and the slow device is another one
+/// than is known.
+#[test]
+fn a_version_is_durable_in_the_log_before_the_slow_device_has_it() {
+    for apart in [false, true] {
+        let machine = Machine::new();
+        let device = machine.start();
+        put(&device, 3, 1);
+        let (cache, before) = (machine.cache.clone(), machine.cache.0.syncs.load(SeqCst));
+        let check = Box::new(move || {
+            assert!(cache.0.syncs.load(SeqCst) > before, "it may be volatile yet");
+        });
+        *lock(&machine.slow.0.on_write) = Some((0, check));
+        match apart {
+            true => drop(device.write_back(u64::MAX, 1).expect("writing back fails")),
+            false => device.store().write_back_all().expect("writing back fails"),
+        }
+        assert!(machine.slow.block(3) == [1; BLOCK] && device.dirty() == 0);
+    }
 }

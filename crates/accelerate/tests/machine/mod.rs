@@ -33,6 +33,18 @@ pub(crate) struct Inner {
     pub(crate) fails_late: AtomicBool,
     pub(crate) syncs: AtomicU64,
     pub(crate) serial: Mutex<Option<String>>,
+    pub(crate) on_read: Mutex<Option<Hook>>,
+    pub(crate) on_write: Mutex<Option<Hook>>,
+}
+
+/// Runs once, before the first access at this byte or behind it.
+pub(crate) type Hook = (u64, Box<dyn FnOnce() + Send>);
+
+fn run_hook(hook: &Mutex<Option<Hook>>, offset: u64) {
+    let hook = lock(hook).take_if(|(from, _)| offset >= *from);
+    if let Some((_, run)) = hook {
+        run();
+    }
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -49,6 +61,8 @@ impl Disk {
             fails_late: AtomicBool::new(false),
             syncs: AtomicU64::new(0),
             serial: Mutex::default(),
+            on_read: Mutex::default(),
+            on_write: Mutex::default(),
         };
         Self(Arc::new(inner))
     }
@@ -86,6 +100,7 @@ impl Disk {
 
 impl LocalFile for Disk {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        run_hook(&self.0.on_read, offset);
         self.check()?;
         let at = offset as usize;
         buf.copy_from_slice(&lock(&self.0.bytes)[at..at + buf.len()]);
@@ -93,6 +108,7 @@ impl LocalFile for Disk {
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        run_hook(&self.0.on_write, offset);
         self.check()?;
         let at = offset as usize;
         if self.0.tears.load(SeqCst) {
