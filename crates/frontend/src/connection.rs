@@ -37,6 +37,7 @@ pub struct Connection {
     device: OwnedFd,
     mount: OwnedFd,
     rings: bool,
+    resends: bool,
     writable: bool,
 }
 
@@ -90,14 +91,20 @@ impl Connection {
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
             .map_err(|e| failed("cannot mount a FUSE file system", e))?;
-        let rings = greet(&device, features)?;
-        Ok(Self { device, mount, rings, writable: features.writes })
+        let (rings, resends) = greet(&device, features)?;
+        Ok(Self { device, mount, rings, resends, writable: features.writes })
     }
 
     /// True if requests come over io_uring: then it must be served with
     /// [`ServeOptions::rings`](crate::ServeOptions::rings).
     pub fn has_rings(&self) -> bool {
         self.rings
+    }
+
+    /// True if the kernel sends the unanswered requests of a dead server again, with the payloads of
+    /// their writes.
+    pub fn resends(&self) -> bool {
+        self.resends
     }
 
     /// The descriptor to serve on. The supervisor keeps one as long as the mount may live: with
@@ -189,17 +196,17 @@ fn cannot_open(cause: io::Error) -> Error {
     failed(what, cause)
 }
 
-/// Answers INIT, and says whether requests come over io_uring. It is there as soon as the file
+/// Answers INIT, and says whether requests come over io_uring, and whether they are sent again. It is there as soon as the file
 /// system is made, so this does not wait.
-fn greet(device: &OwnedFd, features: Features) -> Result<bool> {
+fn greet(device: &OwnedFd, features: Features) -> Result<(bool, bool)> {
     let mut request = [0; fuse::READ_BUFFER_MIN];
     let what = "cannot agree with the kernel on the FUSE protocol";
     let len = rustix::io::retry_on_intr(|| rustix::io::read(device, &mut request))
         .map_err(|e| failed(what, e))?;
     match fuse::answer_init(&request[..len], features) {
-        fuse::Init::Reply { bytes, rings } => {
+        fuse::Init::Reply { bytes, rings, resends } => {
             rustix::io::write(device, &bytes).map_err(|e| failed(what, e))?;
-            Ok(rings)
+            Ok((rings, resends))
         }
         fuse::Init::Unusable => Err(Error::new(
             ErrorKind::UnsupportedFormat,

@@ -335,8 +335,9 @@ fn put<T: IntoBytes + Immutable>(out: &mut [u8; 104], value: T) -> &[u8] {
 /// The outcome of INIT, the kernel's first request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Init {
-    /// Send this reply; whether requests will then come over io_uring.
-    Reply { bytes: [u8; 80], rings: bool },
+    /// Send this reply; whether requests will then come over io_uring, and whether those of a dead
+    /// server are sent again.
+    Reply { bytes: [u8; 80], rings: bool, resends: bool },
     /// Not an INIT, or of another major protocol version than 7, or without a feature needed.
     Unusable,
 }
@@ -365,7 +366,8 @@ pub(crate) fn answer_init(request: &[u8], features: Features) -> Init {
     let offered = if init.flags_are_extended() { offered } else { 0 };
     let rings = features.rings && offered & FLAG_OVER_IO_URING != 0;
     let more = if rings { FLAG_OVER_IO_URING } else { 0 };
-    let more = more | if features.writes { offered & FLAG_HAS_RESEND } else { 0 };
+    let resends = features.writes && offered & FLAG_HAS_RESEND != 0;
+    let more = more | if resends { FLAG_HAS_RESEND } else { 0 };
     let background = if features.writes { BACKGROUND_WRITABLE_MAX } else { BACKGROUND_MAX };
     let flags = wanted | more | (u64::from(init.flags) & FLAG_INIT_EXT);
     let payload = InitOut {
@@ -385,7 +387,7 @@ pub(crate) fn answer_init(request: &[u8], features: Features) -> Init {
     let header = OutHeader::answer(header.unique, size_of::<InitOut>());
     bytes[..16].copy_from_slice(header.as_bytes());
     bytes[16..].copy_from_slice(payload.as_bytes());
-    Init::Reply { bytes, rings }
+    Init::Reply { bytes, rings, resends }
 }
 
 #[cfg(test)]
@@ -469,7 +471,7 @@ mod tests {
             [major, 45, 131_072, flags as u32, (flags >> 32) as u32].map(u32::to_ne_bytes).concat()
         };
         let all = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_INIT_EXT;
-        let Init::Reply { bytes, rings: false } =
+        let Init::Reply { bytes, rings: false, resends: false } =
             answer_init(&request(26, &arguments(7, all)), RINGS)
         else {
             panic!("refused a good INIT");
@@ -491,7 +493,7 @@ mod tests {
             let words = [7, 45, 131_072, flags as u32, (flags >> 32) as u32];
             let request = request(26, &words.map(u32::to_ne_bytes).concat());
             let features = Features { rings, writes: false };
-            let Init::Reply { bytes, rings } = answer_init(&request, features) else {
+            let Init::Reply { bytes, rings, .. } = answer_init(&request, features) else {
                 panic!("refused a good INIT");
             };
             // `flags2` of the reply: 16 bytes of header, and 32 of the payload.
@@ -504,5 +506,25 @@ mod tests {
         assert!(!taken(all, true));
         // Without the extension the upper half is not flags at all.
         assert!(!taken((all | FLAG_OVER_IO_URING) & !FLAG_INIT_EXT, true));
+    }
+
+    /// A version of the kernel does not tell it: distributions add and leave out what they want.
+    #[test]
+    fn requests_are_sent_again_where_the_kernel_offers_that() {
+        let all =
+            FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_BIG_WRITES | FLAG_INIT_EXT;
+        let resends = |flags: u64, minor: u32, writes: bool| {
+            let words = [7, minor, 131_072, flags as u32, (flags >> 32) as u32];
+            let request = request(26, &words.map(u32::to_ne_bytes).concat());
+            let answer = answer_init(&request, Features { rings: false, writes });
+            let Init::Reply { bytes, resends, .. } = answer else { panic!("refused a good INIT") };
+            let said = u32::from_ne_bytes([bytes[48], bytes[49], bytes[50], bytes[51]]);
+            assert_eq!(u64::from(said) << 32 & FLAG_HAS_RESEND != 0, resends);
+            resends
+        };
+        assert!(resends(all | FLAG_HAS_RESEND, 36, true));
+        assert!(!resends(all, 45, true));
+        assert!(!resends(all | FLAG_HAS_RESEND, 45, false));
+        assert!(!resends((all | FLAG_HAS_RESEND) & !FLAG_INIT_EXT, 45, true));
     }
 }
