@@ -375,7 +375,8 @@ impl Super {
         if version != VERSION {
             let remedy = match version < VERSION {
                 true => {
-                    "make it anew (`burgeon accelerate destroy`, `create`): the slow devices have everything"
+                    "make it anew (`burgeon accelerate destroy --accept-loss`, `create`): the slow devices have \
+                     everything"
                 }
                 // It may have data that no slow device has.
                 false => "use the version of Burgeon that made it",

@@ -15,7 +15,6 @@ use std::{
     time::Duration,
 };
 
-use burgeon_accelerate::Mode;
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -24,17 +23,10 @@ use serde_json::Value;
 const LEN_MAX: u64 = 1 << 20;
 /// A peer that says nothing for so long is left.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// A slow disk needs minutes for what is written back at once.
+const PATIENCE_FOR_DISKS: Duration = Duration::from_secs(600);
 /// One that asks has its question ready.
 const QUESTION: Duration = Duration::from_secs(5);
-
-/// The modes of an attached device. Write-back is not among them: the core has it, but a dirty cache
-/// does not know its slow device again yet.
-pub const MODES: [Mode; 2] = [Mode::WriteThrough, Mode::WriteAround];
-
-/// The served mode of this name.
-pub(crate) fn parse_mode(name: &str) -> Option<Mode> {
-    Mode::parse(name).filter(|mode| MODES.contains(mode))
-}
 
 /// A question.
 #[derive(Serialize, Deserialize, Debug)]
@@ -46,12 +38,24 @@ pub enum Ask {
     Detach {
         /// Of the device.
         name: String,
+        /// Dirty blocks stay in the cache.
+        leave_dirty: bool,
     },
     /// To the server: all figures.
     Status,
     /// To the supervisor, which remembers it for later servers, and then to the server: change settings
     /// of a device.
     Set(Set),
+    /// To the server: write back dirty blocks of a device for a moment. The answer has the dirty bytes
+    /// that are left, and a `before` for the next request.
+    WriteBack {
+        /// Of the device.
+        name: String,
+        /// From an earlier answer: what became dirty after the first request is not waited for.
+        before: Option<u64>,
+        /// The device has no users any more: its mode becomes write-through.
+        ends: bool,
+    },
     /// To the server: make everything durable, and clear the marks.
     Flush {
         /// Of the device.
@@ -67,7 +71,7 @@ pub enum Ask {
 }
 
 /// New settings of a device; `None` leaves one as it is.
-#[derive(Serialize, Deserialize, Clone, Debug)]
+#[derive(Serialize, Deserialize, Clone, Debug, Default)]
 pub struct Set {
     /// Of the device.
     pub name: String,
@@ -77,6 +81,13 @@ pub struct Set {
     pub policy: Option<String>,
     /// As [`Attach::cutoff`].
     pub cutoff: Option<u64>,
+    /// Of the whole cache: the percentage of its log from which on it is written back.
+    pub dirty_limit: Option<u8>,
+    /// Of the whole cache: the age in seconds from which on a block is written back.
+    pub dirty_age: Option<u64>,
+    /// Of the whole cache: bytes a second that are written back; 0 for what the slow device's idle time
+    /// allows.
+    pub writeback_rate: Option<u64>,
 }
 
 /// A slow device to attach.
@@ -86,7 +97,7 @@ pub struct Attach {
     pub slow: std::path::PathBuf,
     /// Its name in this cache.
     pub name: String,
-    /// `write-through` or `write-around`.
+    /// The name of a [`burgeon_accelerate::Mode`].
     pub mode: String,
     /// Bytes of a sequence from which on it goes round the cache.
     pub cutoff: u64,
@@ -94,6 +105,8 @@ pub struct Attach {
     pub policy: Option<String>,
     /// Keep cached content: the user vouches that nobody else has written to the device.
     pub trust_clean: bool,
+    /// Dirty blocks of another device of this name are given up.
+    pub accept_loss: bool,
 }
 
 /// An answer.
@@ -141,7 +154,11 @@ pub fn ask(socket: &Path, question: &Ask) -> Result<Value> {
         )
     })?;
     let failed = |error| Error::io(format!("cannot ask at {}", socket.display()), error);
-    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    let patience = match question {
+        Ask::Attach(_) | Ask::Detach { .. } | Ask::WriteBack { .. } => PATIENCE_FOR_DISKS,
+        _ => PATIENCE,
+    };
+    stream.set_read_timeout(Some(patience)).map_err(failed)?;
     send(&mut stream, question)?;
     receive::<Answer>(&stream)?.into_result()
 }

@@ -88,6 +88,29 @@ impl Disk {
         &self.path
     }
 
+    /// Its place, by which it is known again: of a loop device that of its file, because its own is
+    /// another file's later.
+    pub(crate) fn origin(&self) -> PathBuf {
+        let known = fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
+        let Some(device) = self.device() else { return known };
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        let read = |what: &str| {
+            let text = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/loop/{what}"));
+            text.ok().map(|text| text.trim_end_matches('\n').to_owned())
+        };
+        match (read("backing_file"), read("offset").as_deref()) {
+            (Some(file), None | Some("0")) => file.into(),
+            (Some(file), Some(offset)) => format!("{file}, from byte {offset}").into(),
+            (None, _) => known,
+        }
+    }
+
+    /// The number of a block device.
+    fn device(&self) -> Option<u64> {
+        let metadata = self.file.metadata().ok()?;
+        metadata.file_type().is_block_device().then(|| metadata.rdev())
+    }
+
     /// Its size in bytes.
     pub fn size(&self) -> u64 {
         self.size
@@ -122,6 +145,29 @@ fn is_read_only(device: u64) -> bool {
     ro.is_ok_and(|ro| ro.trim() == "1")
 }
 
+/// The serial number of a block device, as its driver tells it.
+fn serial_of(device: u64) -> Option<String> {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    serial_in(&PathBuf::from(format!("/sys/dev/block/{major}:{minor}")))
+}
+
+/// That of the device whose folder in sysfs this is; a partition has that of its disk, and its number.
+fn serial_in(folder: &Path) -> Option<String> {
+    let read = |path: PathBuf| {
+        let text = fs::read_to_string(path).ok()?;
+        let text: String = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        (!text.is_empty()).then_some(text)
+    };
+    let partition = read(folder.join("partition"));
+    let disk = match partition {
+        Some(_) => fs::canonicalize(folder).ok()?.parent()?.to_owned(),
+        None => folder.to_owned(),
+    };
+    let places = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid"];
+    let serial = places.iter().find_map(|place| read(disk.join(place)))?;
+    Some(partition.map_or(serial.clone(), |number| format!("{serial}, partition {number}")))
+}
+
 impl AsFd for Disk {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
@@ -145,6 +191,10 @@ impl LocalFile for Disk {
 impl SlowDevice for Disk {
     fn size(&self) -> u64 {
         self.size
+    }
+
+    fn serial(&self) -> Option<String> {
+        self.device().and_then(serial_of)
     }
 
     fn erase(&self, range: ByteRange, how: Erase) -> Result<()> {
@@ -172,7 +222,20 @@ mod tests {
     use burgeon_accelerate::SlowDevice;
     use burgeon_block::{ByteRange, Erase, ErrorKind, LocalFile};
 
-    use super::Disk;
+    use super::{Disk, serial_in};
+
+    #[test]
+    fn a_partition_has_the_serial_number_of_its_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("sda");
+        std::fs::create_dir_all(disk.join("device")).unwrap();
+        std::fs::create_dir_all(disk.join("sda2")).unwrap();
+        std::fs::write(disk.join("sda2/partition"), "2\n").unwrap();
+        assert_eq!(serial_in(&disk), None);
+        std::fs::write(disk.join("device/wwid"), " t10.ATA   DISK  77 \n").unwrap();
+        assert_eq!(serial_in(&disk).unwrap(), "t10.ATA DISK 77");
+        assert_eq!(serial_in(&disk.join("sda2")).unwrap(), "t10.ATA DISK 77, partition 2");
+    }
 
     #[test]
     fn a_file_has_one_user_and_is_erased() {

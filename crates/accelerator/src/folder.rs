@@ -4,7 +4,8 @@
 //!   accelerate/NAME/  device      path of the cache device, a line
 //!                     supervise.sock   the supervisor, while it runs
 //!                     serve.sock  the server
-//!                     distrust    the content must not be used
+//!                     distrust    the content must not be used, but for dirty blocks
+//!                     dirty/      the slow devices that it may have newer content of
 //!                     log         of both
 //! ```
 
@@ -49,6 +50,16 @@ impl Folder {
             entries.map(|entry| Self(entry.path())).filter(Self::exists).collect();
         folders.sort_by(|a, b| a.0.cmp(&b.0));
         folders
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// All caches of its state directory.
+    pub(crate) fn siblings(&self) -> Vec<Self> {
+        let state = self.0.parent().and_then(Path::parent);
+        state.map_or(Vec::new(), Self::all)
     }
 
     /// Its name.

@@ -1,23 +1,30 @@
 //! The processes of a cache: they serve slow devices through it to the kernel.
 //!
 //! ```text
-//!   keep      the supervisor: claims, descriptors, starts servers; parses only what root says
+//!   supervise the supervisor: claims, descriptors, starts servers; parses only what root says
 //!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
 //!   control   their sockets           folder   the cache's folder in the state directory
 //!   disk      devices and files       probe    what a device holds already
-//!   harden    staying alive when memory is short
+//!   harden    staying alive when memory is short   looped   attaches the loop device
 //!   device    a cached device for the engine         shared   counters that outlive a server
+//!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
+//!   status    all figures
 //! ```
 
 pub mod control;
 mod device;
+pub mod dirty;
 pub mod disk;
 pub mod folder;
 mod harden;
+mod looped;
 pub mod probe;
 mod serve;
 mod shared;
+mod status;
 mod supervise;
+mod writing_back;
 
+pub use looped::loop_process;
 pub use serve::serve_process;
-pub use supervise::{loop_process, supervise_process};
+pub use supervise::supervise_process;

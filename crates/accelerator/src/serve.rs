@@ -3,12 +3,14 @@
 //! ```text
 //!   supervisor ── standard input: Plan, the numbers of inherited descriptors ──► server
 //!          ◄── standard output: "ready", or an error, as an Answer ──
-//!   each 5 s, and at the end: Cached::tidy of each device
+//!   each 5 s, and at the end: Cached::tidy of each device       writing_back: a thread
 //! ```
 //!
 //! Invariants:
 //! - It opens no device itself: those that it has are the supervisor's, whose claims outlive it.
-//! - Without its supervisor, it goes on until its devices are unmounted.
+//! - Without its supervisor, it goes on until its devices are unmounted, without write-back: if it died, the
+//!   kernel would fail all requests, and a file system's log would end in the cache alone.
+//! - A device has a document in `dirty` before it can have dirty blocks.
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
 use std::{
@@ -18,28 +20,31 @@ use std::{
         fd::{FromRawFd, OwnedFd, RawFd},
         unix::net::UnixListener,
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU32, Ordering::SeqCst},
     },
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Cached, Count, Counts, Options, Store, Trust, policy::Kind, read_super};
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_accelerate::{Cached, Counts, Dirty, Mode, Options, Store, Trust, policy::Kind};
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
-    control::{Answer, Ask, Set, answer, parse_mode, receive, send},
+    control::{Answer, Ask, Set, answer, receive, send},
     device::Served,
+    dirty::{Owner, Owners, gone, record_distrust},
     disk::Disk,
     harden::harden,
     shared::SharedCells,
+    status::document,
+    writing_back::{Settings, WritingBack},
 };
 
 /// Time between two looks for idle regions.
@@ -52,6 +57,11 @@ const DRAIN: Duration = Duration::from_secs(30);
 /// Time, and the most slots, that one request to check takes.
 const CHECK: Duration = Duration::from_millis(100);
 const SLOTS_A_CHECK: u32 = 4096;
+/// Time that one request to write back takes, and the blocks that it writes at once: 8 MiB.
+const WRITE_BACK: Duration = Duration::from_millis(500);
+const BLOCKS_AT_ONCE: usize = 2048;
+/// Questions that are answered at once.
+const ANSWERS_MAX: u32 = 16;
 
 /// What a server is to serve.
 #[derive(Serialize, Deserialize, Debug)]
@@ -62,6 +72,11 @@ pub(crate) struct Plan {
     /// Is made when the content must not be used any more.
     pub(crate) distrust: PathBuf,
     pub(crate) policy: String,
+    pub(crate) writing_back: Settings,
+    /// Documents of devices that may have dirty blocks.
+    pub(crate) owners: PathBuf,
+    /// The cache device had failed.
+    pub(crate) is_distrusted: bool,
     /// Content of an earlier server may be used.
     pub(crate) warm: bool,
     /// A cache that cannot be opened is gone round.
@@ -82,16 +97,26 @@ pub(crate) struct PlanDevice {
     pub(crate) warm: bool,
     /// Its users wait, so it is served without a cache that cannot be used.
     pub(crate) is_in_use: bool,
+    pub(crate) accept_loss: bool,
+    /// The kernel sends the requests of a dead server again.
+    pub(crate) resends: bool,
 }
 
 /// A served device.
 struct Device {
     cached: Arc<Cached<Disk, Disk>>,
+    resends: bool,
+    /// Requests that begin write-back: its document stays meanwhile.
+    beginning: AtomicU32,
     /// `None` once it was stopped.
     server: Mutex<Option<Server>>,
     /// The kernel has let go of the device.
     ended: Arc<AtomicBool>,
 }
+
+/// Why write-back is refused here.
+pub(crate) const NO_RESEND: &str = "this kernel does not send the requests of a dead server again, so it would lose \
+                                    writes: write-back needs Linux 6.9 or later";
 
 /// The main function of the process.
 pub fn serve_process() -> ExitCode {
@@ -111,6 +136,12 @@ struct Serving {
     store: Arc<Store<Disk>>,
     devices: Vec<Device>,
     listener: UnixListener,
+    writing_back: WritingBack,
+    /// Held while a document is written or removed.
+    owners: Mutex<Owners>,
+    answering: AtomicU32,
+    /// Its supervisor is dead.
+    is_orphan: AtomicBool,
 }
 
 fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
@@ -123,17 +154,32 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
     let policy = named(&plan.policy, Kind::parse, "policy")?;
     let store = Arc::new(open(&plan, policy)?);
     let listener = UnixListener::from(take(plan.listener_fd));
+    let owners = Owners::at(&plan.owners);
+    if !store.has_failed() {
+        let is_lost = |name: &str| plan.devices.iter().any(|d| d.name == name && d.accept_loss);
+        owners.check(store.id(), is_lost)?;
+    }
     let mut devices = Vec::new();
     for device in plan.devices {
         let slow = Disk::adopt(File::from(take(device.slow_fd)), &device.slow)?;
         let (fuse, slots) = (take(device.fuse_fd), take(device.slots_fd));
-        let mode = named(&device.mode, parse_mode, "mode")?;
+        let mode = mode_of(&device, &store)?;
+        let is_changed = owners.is_changed(&device.name, &slow, device.accept_loss)?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
-        let options =
-            Options { cutoff: device.cutoff, is_in_use: device.is_in_use, ..Options::new(mode) };
+        let options = Options {
+            mode,
+            cutoff: device.cutoff,
+            is_in_use: device.is_in_use,
+            is_changed,
+            accepts_loss: device.accept_loss,
+        };
         let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
         let cells = SharedCells::map(&take(device.counters_fd))?;
         let cached = Arc::new(cached.count_in(Counts::shared(Arc::new(cells))));
+        // Before it is served, and not before it is the right device.
+        if !cached.is_settled() && !store.has_failed() {
+            owners.put(&device.name, &Owner::of(cached.slow(), store.id()))?;
+        }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
         let server = serve_writable(fuse, slots, Arc::new(Served(cached.clone())), &options)?;
@@ -144,9 +190,35 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
                 flag.store(true, SeqCst);
             }
         });
-        devices.push(Device { cached, server: Mutex::new(Some(server)), ended });
+        let (server, beginning) = (Mutex::new(Some(server)), AtomicU32::new(0));
+        devices.push(Device { cached, resends: device.resends, beginning, server, ended });
     }
-    Ok((runtime, Serving { store, devices, listener }))
+    record_absent(&store, &devices, &owners)?;
+    let serving = Serving {
+        store,
+        devices,
+        listener,
+        writing_back: WritingBack::new(plan.writing_back),
+        owners: Mutex::new(owners),
+        answering: AtomicU32::new(0),
+        is_orphan: AtomicBool::new(false),
+    };
+    Ok((runtime, serving))
+}
+
+/// The mode of a device at the start: one in use goes on without write-back rather than not at all.
+fn mode_of(device: &PlanDevice, store: &Store<Disk>) -> Result<Mode> {
+    let mode = named(&device.mode, Mode::parse, "mode")?;
+    if mode != Mode::WriteBack {
+        return Ok(mode);
+    }
+    match need_write_back(store, device.resends) {
+        Err(error) if device.is_in_use => {
+            tracing::warn!(device = device.name, %error, "the device goes on in write-through");
+            Ok(Mode::WriteThrough)
+        }
+        done => done.map(|()| mode),
+    }
 }
 
 /// The descriptor of this number, which the supervisor has passed on.
@@ -166,21 +238,14 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     let size = file.size();
     let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
     let place = plan.distrust.clone();
-    let distrust = Box::new(move |_: &[burgeon_accelerate::Dirty]| record_distrust(&place));
+    let distrust = Box::new(move |dirty: &[Dirty]| record_distrust(&place, dirty));
     let copy = file.descriptor()?;
-    // It may have blocks that the slow device does not have: it is never gone round, either.
-    if read_super(&file, size).is_ok_and(|head| head.layout.log_blocks != 0) {
-        let what = format!(
-            "{} has a log for write-back, which this version of Burgeon does not serve: use the version that made \
-             it",
-            plan.cache.display()
-        );
-        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
-    }
     match Store::open(file, size, trust, policy, distrust) {
         Ok(store) => {
             // Only here: nothing is served yet, so nobody can have recorded a newer failure.
-            if !plan.warm {
+            if plan.is_distrusted {
+                // What was written since the failure is in no mark.
+                Owners::at(&plan.owners).note_changed()?;
                 let _ = fs::remove_file(&plan.distrust);
             }
             Ok(store)
@@ -188,8 +253,12 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
         Err(error) if plan.goes_round => {
             let cache = plan.cache.display();
             tracing::error!(%cache, %error, "the cache cannot be opened: requests go round it");
-            record_distrust(&plan.distrust)?;
-            Store::failed(Disk::adopt(File::from(copy), &plan.cache)?, Vec::new())
+            let gone = match plan.is_distrusted {
+                true => gone(&plan.distrust)?,
+                false => Vec::new(),
+            };
+            record_distrust(&plan.distrust, &gone)?;
+            Store::failed(Disk::adopt(File::from(copy), &plan.cache)?, gone)
         }
         Err(error) => Err(Error::with_source(
             error.kind(),
@@ -199,12 +268,37 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     }
 }
 
-/// Records, durably and not on the cache device, that the content must not be used.
-fn record_distrust(place: &Path) -> Result<()> {
-    let failed = |e| Error::io(format!("cannot write {}", place.display()), e);
-    File::create(place).and_then(|file| file.sync_all()).map_err(failed)?;
-    let folder = place.parent().unwrap_or(Path::new("/"));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
+/// `Invalid` if the cache has no log, `UnsupportedFormat` if the kernel loses writes of a dead server.
+fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
+    if !resends {
+        return Err(Error::new(ErrorKind::UnsupportedFormat, NO_RESEND));
+    }
+    if store.has_log() || store.has_failed() {
+        return Ok(());
+    }
+    let what = format!(
+        "{} has no log for write-back: make it anew (`burgeon accelerate destroy`, `create`), 4 MiB or \
+         larger, or use the mode write-through",
+        store.file().path().display()
+    );
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
+/// Absent devices of which the cache has dirty blocks are known, also if the cache comes from elsewhere;
+/// and those of which it has none are not.
+fn record_absent(store: &Store<Disk>, devices: &[Device], owners: &Owners) -> Result<()> {
+    if store.has_failed() {
+        return Ok(());
+    }
+    let attached = |name: &str| devices.iter().find(|device| device.cached.name() == name);
+    let dirty = store.dirty_devices();
+    for dirty in dirty.iter().filter(|dirty| attached(&dirty.name).is_none()) {
+        owners.note(&dirty.name, store.id())?;
+    }
+    let has = |name: &str| attached(name).is_some() || dirty.iter().any(|dirty| dirty.name == name);
+    let clean = owners.all().into_iter().map(|(name, _)| name).filter(|name| !has(name));
+    clean.for_each(|name| owners.remove(&name));
+    Ok(())
 }
 
 impl Serving {
@@ -218,6 +312,8 @@ impl Serving {
         let answering = serving.clone();
         // It ends with the process.
         std::thread::spawn(move || answering.answer_all());
+        let writing = serving.clone();
+        let writing = std::thread::spawn(move || writing.writing_back.run(&writing.store));
         let mut tidy = tokio::time::interval(TIDY);
         let mut look = tokio::time::interval(LOOK);
         loop {
@@ -225,6 +321,9 @@ impl Serving {
                 _ = terminated.recv() => break,
                 _ = tidy.tick() => tokio::task::block_in_place(|| serving.tidy()),
                 _ = look.tick(), if rustix::process::getppid() != supervisor => {
+                    if !serving.is_orphan.swap(true, SeqCst) {
+                        tokio::task::block_in_place(|| serving.without_supervisor());
+                    }
                     if serving.devices.iter().all(|device| device.ended.load(SeqCst)) {
                         break;
                     }
@@ -238,48 +337,163 @@ impl Serving {
                     server.stop(DRAIN);
                 }
             }
+            serving.writing_back.end();
+            // A thread that panicked has said so.
+            let _ = writing.join();
+            serving.write_back_orphans();
+            // Nothing is written any more: what is clean stays so, and is known to be.
+            for device in &serving.devices {
+                let _ = device.cached.set_mode(Mode::WriteThrough);
+            }
             serving.tidy();
         });
         ExitCode::SUCCESS
     }
 
+    /// Ends write-back.
+    fn without_supervisor(&self) {
+        for device in &self.devices {
+            if device.cached.mode() == Mode::WriteBack {
+                tracing::error!(
+                    device = device.cached.name(),
+                    "the supervisor is dead: the device goes on in write-through, and is written back"
+                );
+                // It cannot fail: write-back alone can.
+                let _ = device.cached.set_mode(Mode::WriteThrough);
+            }
+        }
+        self.writing_back.write_all();
+    }
+
+    /// At the end without a supervisor, nobody else would write back.
+    fn write_back_orphans(&self) {
+        for device in self.devices.iter().filter(|_| self.is_orphan.load(SeqCst)) {
+            if let Err(error) = device.cached.write_back(u64::MAX, usize::MAX) {
+                let device = device.cached.name();
+                tracing::error!(device, %error, "dirty blocks are not written back, and stay in the cache");
+            }
+        }
+    }
+
     fn tidy(&self) {
         for device in &self.devices {
+            self.forget_owner(device);
             if let Err(error) = device.cached.tidy() {
                 tracing::error!(device = device.cached.name(), %error, "cannot write the marks of the device");
             }
         }
     }
 
-    fn answer_all(&self) {
+    /// Forgets that a device may have dirty blocks, if it has none and gets none.
+    fn forget_owner(&self, device: &Device) {
+        let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+        let begins = device.beginning.load(SeqCst) > 0;
+        if !begins && device.cached.is_settled() && !self.store.has_failed() {
+            owners.remove(device.cached.name());
+        }
+    }
+
+    /// Changes a mode; write-back is recorded before.
+    fn set_mode(&self, device: &Device, mode: Mode) -> Result<()> {
+        if mode != Mode::WriteBack {
+            return device.cached.set_mode(mode);
+        }
+        need_write_back(&self.store, device.resends)?;
+        device.beginning.fetch_add(1, SeqCst);
+        let done = self.begin_write_back(&device.cached);
+        device.beginning.fetch_sub(1, SeqCst);
+        done
+    }
+
+    fn begin_write_back(&self, device: &Cached<Disk, Disk>) -> Result<()> {
+        {
+            let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+            owners.put(device.name(), &Owner::of(device.slow(), self.store.id()))?;
+        }
+        device.set_mode(Mode::WriteBack)?;
+        // Afterwards, because the supervisor may die in between.
+        if self.is_orphan.load(SeqCst) {
+            device.set_mode(Mode::WriteThrough)?;
+            let what = "the supervisor of the cache is dead, so there is no write-back: unmount its devices, and \
+                        attach them again";
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
+        Ok(())
+    }
+
+    fn set(&self, set: Set) -> Result<Value> {
+        let device = self.device(&set.name)?;
+        let mode = set.mode.map(|mode| named(&mode, Mode::parse, "mode")).transpose()?;
+        let policy = set.policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
+        mode.map_or(Ok(()), |mode| self.set_mode(device, mode))?;
+        policy.into_iter().for_each(|policy| self.store.set_policy(policy));
+        set.cutoff.into_iter().for_each(|cutoff| device.cached.set_cutoff(cutoff));
+        let Settings { percent, seconds, rate } = self.writing_back.settings();
+        self.writing_back.set(Settings {
+            percent: set.dirty_limit.unwrap_or(percent),
+            seconds: set.dirty_age.unwrap_or(seconds),
+            rate: set.writeback_rate.unwrap_or(rate),
+        });
+        Ok(self.status())
+    }
+
+    /// Writes back for a moment.
+    fn write_back(&self, name: &str, before: Option<u64>, ends: bool) -> Result<Value> {
+        let served = self.device(name)?;
+        let device = &served.cached;
+        if ends {
+            device.set_mode(Mode::WriteThrough)?;
+        }
+        let before = before.unwrap_or_else(|| self.store.log_position());
+        let until = Instant::now() + WRITE_BACK;
+        let mut left = device.write_back(before, BLOCKS_AT_ONCE)?;
+        while left > 0 && Instant::now() < until {
+            left = device.write_back(before, BLOCKS_AT_ONCE)?;
+        }
+        // Of a cache that has failed, nothing is written back.
+        if let Some(gone) = self.store.gone().iter().find(|gone| gone.name == name) {
+            let what = format!(
+                "{} bytes of {name} are in the cache alone, whose device has failed",
+                gone.bytes()
+            );
+            return Err(Error::new(ErrorKind::LocalIo, what));
+        }
+        self.forget_owner(served);
+        Ok(json!({ "name": name, "dirty_bytes": left * BLOCK_SIZE, "before": before }))
+    }
+
+    /// A slow device that does not answer holds up the questions about itself alone.
+    fn answer_all(self: Arc<Self>) {
         for stream in self.listener.incoming() {
-            match stream {
-                Ok(stream) => answer(stream, |question| self.answer(question)),
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            let Ok(stream) = stream else {
+                std::thread::sleep(Duration::from_millis(10));
+                continue;
+            };
+            let answering = Answering::of(&self);
+            if self.answering.load(SeqCst) > ANSWERS_MAX {
+                answer(stream, |question| self.answer(question));
+                continue;
+            }
+            let answer = move || answer(stream, |question| answering.0.answer(question));
+            if let Err(error) = std::thread::Builder::new().spawn(answer) {
+                tracing::warn!(%error, "cannot start a thread that answers");
             }
         }
     }
 
-    fn device(&self, name: &str) -> Result<&Cached<Disk, Disk>> {
+    fn device(&self, name: &str) -> Result<&Device> {
         let found = self.devices.iter().find(|device| device.cached.name() == name);
         let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
-        Ok(&found.ok_or_else(missing)?.cached)
+        found.ok_or_else(missing)
     }
 
     fn answer(&self, question: Ask) -> Result<Value> {
         match question {
             Ask::Status => Ok(self.status()),
-            Ask::Set(Set { name, mode, policy, cutoff }) => {
-                let device = self.device(&name)?;
-                let mode = mode.map(|mode| named(&mode, parse_mode, "mode")).transpose()?;
-                let policy = policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
-                mode.map(|mode| device.set_mode(mode)).transpose()?;
-                policy.into_iter().for_each(|policy| self.store.set_policy(policy));
-                cutoff.into_iter().for_each(|cutoff| device.set_cutoff(cutoff));
-                Ok(self.status())
-            }
+            Ask::Set(set) => self.set(set),
+            Ask::WriteBack { name, before, ends } => self.write_back(&name, before, ends),
             Ask::Flush { name } => {
-                let device = self.device(&name)?;
+                let device = &self.device(&name)?.cached;
                 device.flush()?;
                 device.tidy()?;
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
@@ -294,7 +508,7 @@ impl Serving {
 
     /// Compares blocks for a moment, so that others that ask do not wait for long.
     fn check(&self, name: &str, from: u32) -> Result<Value> {
-        let device = self.device(name)?;
+        let device = &self.device(name)?.cached;
         let (mut next, end) = (from, self.store.sets().slots());
         let last = next.saturating_add(SLOTS_A_CHECK).min(end);
         let until = Instant::now() + CHECK;
@@ -319,32 +533,24 @@ impl Serving {
     }
 
     fn status(&self) -> Value {
-        let sets = self.store.sets();
-        let devices = self.devices.iter().map(|device| {
-            let cached = &device.cached;
-            let counts = Count::ALL.map(|(count, name)| (name, cached.counts().get(count)));
-            let counters = counts.into_iter().collect::<std::collections::BTreeMap<_, _>>();
-            json!({
-                "name": cached.name(),
-                "slow": cached.slow().path(),
-                "size": cached.slow().size(),
-                "mode": cached.mode().name(),
-                "sequential_cutoff": cached.cutoff(),
-                "marked_regions": cached.marked(),
-                "flush_failed": cached.is_broken(),
-                "counters": counters,
-            })
-        });
-        json!({
-            "cache": self.store.file().path(),
-            "state": if self.store.has_failed() { "failed" } else { "good" },
-            "policy": self.store.policy().name(),
-            "blocks": sets.slots(),
-            "used_blocks": sets.used(),
-            "memory_blocks": self.store.in_memory(),
-            "pid": std::process::id(),
-            "devices": devices.collect::<Vec<_>>(),
-        })
+        let devices = self.devices.iter().map(|device| &*device.cached);
+        document(&self.store, devices, &self.writing_back)
+    }
+}
+
+/// A question that is being answered, until it is dropped.
+struct Answering(Arc<Serving>);
+
+impl Answering {
+    fn of(serving: &Arc<Serving>) -> Self {
+        serving.answering.fetch_add(1, SeqCst);
+        Self(serving.clone())
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.answering.fetch_sub(1, SeqCst);
     }
 }
 

@@ -30,7 +30,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Counts, policy::Kind};
+use burgeon_accelerate::{Counts, Mode, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
@@ -41,12 +41,14 @@ use rustix::{
 use serde_json::{Value, json};
 
 use crate::{
-    control::{Answer, Ask, Attach, Set, parse_mode, question, receive, reply},
+    control::{Answer, Ask, Attach, Set, question, receive, reply},
+    dirty::refuse_elsewhere,
     disk::Disk,
     folder::Folder,
     harden::harden,
-    serve::{Plan, PlanDevice, connect, named},
+    serve::{NO_RESEND, Plan, PlanDevice, connect, named},
     shared::{SharedCells, memory},
+    writing_back::Settings,
 };
 
 /// Limit for a server to begin: it reads the index of the cache.
@@ -68,6 +70,8 @@ struct Device {
     slots: Slots,
     counters: OwnedFd,
     warm: bool,
+    /// The kernel sends the requests of a dead server again.
+    resends: bool,
     /// Keeps the loop device, which goes with its last user.
     /// The file is closed by the first attempt to detach, which may have failed.
     looped: Option<(Option<File>, PathBuf)>,
@@ -81,6 +85,7 @@ struct Supervisor {
     control: UnixListener,
     serve: UnixListener,
     policy: String,
+    writing_back: Settings,
     devices: Vec<Device>,
     server: Option<Child>,
     /// The server has begun once, so the content is this supervisor's.
@@ -114,8 +119,17 @@ impl Supervisor {
         let serve = listen(folder.serve_socket())?;
         let control = listen(folder.supervise_socket())?;
         let policy = Kind::Adaptive.name().to_owned();
-        let (devices, server, warm) = (Vec::new(), None, false);
-        Ok(Self { folder, cache, control, serve, policy, devices, server, warm })
+        Ok(Self {
+            folder,
+            cache,
+            control,
+            serve,
+            policy,
+            writing_back: Settings::default(),
+            devices: Vec::new(),
+            server: None,
+            warm: false,
+        })
     }
 
     /// Until the last device is detached.
@@ -182,14 +196,14 @@ impl Supervisor {
     fn answer(&mut self, ask: Ask) -> Result<Value> {
         match ask {
             Ask::Attach(attach) => self.attach(attach),
-            Ask::Detach { name } => self.detach(&name),
+            Ask::Detach { name, leave_dirty } => self.detach(&name, leave_dirty),
             Ask::Set(set) => self.remember(set),
             _ => Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
         }
     }
 
-    fn attach(&mut self, options: Attach) -> Result<Value> {
-        named(&options.mode, parse_mode, "mode")?;
+    fn attach(&mut self, mut options: Attach) -> Result<Value> {
+        let mode = named(&options.mode, Mode::parse, "mode")?;
         options.policy.as_deref().map(|name| named(name, Kind::parse, "policy")).transpose()?;
         let name = options.name.clone();
         if self.devices.iter().any(|device| device.options.name == name) {
@@ -197,7 +211,11 @@ impl Supervisor {
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let slow = Disk::open(&options.slow)?;
+        refuse_elsewhere(&self.folder, &name, &slow)?;
         let (connection, slots) = connect(&name)?;
+        let resends = connection.resends();
+        let (mode, note) = served(mode, resends);
+        options.mode = mode.name().to_owned();
         let failed = |e| Error::io("cannot copy a descriptor", e);
         let fuse = connection.device().try_clone_to_owned().map_err(failed)?;
         let warm = options.trust_clean;
@@ -212,6 +230,7 @@ impl Supervisor {
             slots,
             counters: memory()?,
             warm,
+            resends,
             looped: None,
             flushed: None,
         });
@@ -227,7 +246,9 @@ impl Supervisor {
                     let link = link.display();
                     tracing::warn!(device = name, %link, %error, "cannot make the link to the device");
                 }
-                let document = json!({ "name": name, "device": path, "link": link });
+                let document = json!({
+                    "name": name, "device": path, "link": link, "mode": mode.name(), "note": note,
+                });
                 if let Some(device) = self.devices.last_mut() {
                     device.looped = Some((Some(file), path));
                 }
@@ -273,7 +294,9 @@ impl Supervisor {
         answered
     }
 
-    fn detach(&mut self, name: &str) -> Result<Value> {
+    /// Detaches, or tells how many dirty bytes are left: then the device has no users any more, and is
+    /// detached by a later request.
+    fn detach(&mut self, name: &str, leave_dirty: bool) -> Result<Value> {
         let found = self.devices.iter().position(|device| device.options.name == name);
         let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
         let at = found.ok_or_else(missing)?;
@@ -299,28 +322,67 @@ impl Supervisor {
             let _ = fs::remove_file(link_of(name));
             drop(burgeon_frontend::remove_unused_loops());
         }
+        match if leave_dirty { Ok(0) } else { self.write_back(name) } {
+            Ok(0) => {}
+            Ok(left) => {
+                return Ok(json!({ "name": name, "is_detached": false, "dirty_bytes": left }));
+            }
+            Err(error) => {
+                let what = format!(
+                    "{name} stays attached, because not all of it can be written back: {error}; \
+                     `detach --leave-dirty` detaches it, and the cache keeps the rest"
+                );
+                return Err(Error::with_source(error.kind(), what, error));
+            }
+        }
         // The server ends in order, with this device, and only then its claim.
         self.stop_server();
         let device = self.devices.remove(at);
         let started = if self.devices.is_empty() { Ok(()) } else { self.start_server() };
         // A failed start is tried again; a loss is told once, so it comes first.
         device.tell_loss()?;
-        started.map(|()| json!({ "name": name }))
+        let is_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
+        started.map(|()| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
+    }
+
+    /// Has dirty blocks of a device without users written back for a moment; returns the bytes that are
+    /// left.
+    fn write_back(&mut self, name: &str) -> Result<u64> {
+        let is_running =
+            self.server.as_mut().is_some_and(|server| matches!(server.try_wait(), Ok(None)));
+        if !is_running {
+            let may_be_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
+            let what =
+                || Error::new(ErrorKind::Unavailable, "the server of the cache does not run");
+            return if may_be_dirty { Err(what()) } else { Ok(0) };
+        }
+        let question = Ask::WriteBack { name: name.to_owned(), before: None, ends: true };
+        let answer = self.folder.ask_server(&question)?;
+        Ok(answer["dirty_bytes"].as_u64().unwrap_or(u64::MAX))
     }
 
     /// Remembers settings for the servers to come; the one that runs is asked by whoever asked this.
     fn remember(&mut self, set: Set) -> Result<Value> {
-        let mode = set.mode.as_deref().map(|name| named(name, parse_mode, "mode"));
-        mode.transpose()?;
+        let mode = set.mode.as_deref().map(|name| named(name, Mode::parse, "mode")).transpose()?;
         let policy = set.policy.as_deref().map(|name| named(name, Kind::parse, "policy"));
         policy.transpose()?;
         let found = self.devices.iter_mut().find(|device| device.options.name == set.name);
         let what =
             || Error::new(ErrorKind::NotFound, format!("no device {} is attached", set.name));
-        let options = &mut found.ok_or_else(what)?.options;
+        let device = found.ok_or_else(what)?;
+        if mode == Some(Mode::WriteBack) && !device.resends {
+            return Err(Error::new(ErrorKind::UnsupportedFormat, NO_RESEND));
+        }
+        let options = &mut device.options;
         set.mode.into_iter().for_each(|mode| options.mode = mode);
         set.cutoff.into_iter().for_each(|cutoff| options.cutoff = cutoff);
         set.policy.into_iter().for_each(|policy| self.policy = policy);
+        let Settings { percent, seconds, rate } = self.writing_back;
+        self.writing_back = Settings {
+            percent: set.dirty_limit.unwrap_or(percent),
+            seconds: set.dirty_age.unwrap_or(seconds),
+            rate: set.writeback_rate.unwrap_or(rate),
+        };
         Ok(json!({ "name": set.name }))
     }
 
@@ -349,15 +411,22 @@ impl Supervisor {
     /// Starts a server of all devices, and waits until it serves.
     fn start_server(&mut self) -> Result<()> {
         let distrust = self.folder.distrust();
-        let warm = self.warm && !distrust.exists();
+        let is_distrusted = distrust.exists();
+        let warm = self.warm && !is_distrusted;
+        let is_in_use = self.devices.iter().any(|device| device.looped.is_some());
         let plan = Plan {
             cache: self.cache.path().to_owned(),
             cache_fd: self.cache.as_fd().as_raw_fd(),
             listener_fd: self.serve.as_raw_fd(),
             distrust,
             policy: self.policy.clone(),
+            writing_back: self.writing_back,
+            owners: self.folder.owners(),
+            is_distrusted,
             warm,
-            goes_round: self.devices.iter().any(|device| device.looped.is_some()),
+            // Of a cache that failed before, it is known which bytes went with it; else nobody knows
+            // what of it is newer than the slow devices, and they wait for it.
+            goes_round: is_in_use && (is_distrusted || self.folder.dirty().is_empty()),
             devices: self.devices.iter().map(Device::plan).collect(),
         };
         let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter();
@@ -379,7 +448,11 @@ impl Supervisor {
             Ok(_) => {
                 self.server = Some(server);
                 self.warm = true;
-                self.devices.iter_mut().for_each(|device| device.warm = true);
+                for device in &mut self.devices {
+                    device.warm = true;
+                    // What was accepted is lost by now.
+                    device.options.accept_loss = false;
+                }
                 Ok(())
             }
             Err(error) => {
@@ -404,6 +477,8 @@ impl Device {
             cutoff: self.options.cutoff,
             warm: self.warm,
             is_in_use: self.looped.is_some(),
+            accept_loss: self.options.accept_loss,
+            resends: self.resends,
         }
     }
 
@@ -427,6 +502,14 @@ impl Device {
             )
         };
         lost.map_or(Ok(()), |error| Err(Error::io(what(), error)))
+    }
+}
+
+/// The mode that is served for one that is asked for, and why it is another.
+fn served(mode: Mode, resends: bool) -> (Mode, Option<&'static str>) {
+    match mode {
+        Mode::WriteBack if !resends => (Mode::WriteThrough, Some(NO_RESEND)),
+        mode => (mode, None),
     }
 }
 
@@ -479,28 +562,19 @@ fn first_answer(child: &mut Child, limit: Duration) -> Result<Value> {
     receiver.recv_timeout(limit).map_err(|_| what())??.into_result()
 }
 
-/// The main function of the helper: attaches a loop device to the FUSE file of the mount `arguments[0]`,
-/// prints its path, and holds it until its input ends.
-pub fn loop_process(arguments: &[std::ffi::OsString]) -> ExitCode {
-    let number = |at: usize| arguments.get(at)?.to_str()?.parse::<i32>().ok();
-    let attach = || -> Result<LoopDevice> {
-        let wrong = || Error::new(ErrorKind::Invalid, "wrong arguments");
-        let (mount, block) = (number(0).ok_or_else(wrong)?, number(2).ok_or_else(wrong)?);
-        let name = arguments.get(1).map(|name| name.to_string_lossy()).ok_or_else(wrong)?;
-        // SAFETY: the supervisor has left this number open for this process, and nothing else here uses it.
-        let mount = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(mount) };
-        let file = burgeon_frontend::Connection::open_writable_file_of(&mount)?;
-        let name = format!("burgeon/{name}");
-        let options =
-            burgeon_frontend::LoopOptions { name: &name, read_only: false, discard: true };
-        LoopDevice::attach_with_blocks(&file, options, block as u32)
-    };
-    let attached = attach();
-    let document = attached.as_ref().map(|device| json!(device.path()));
-    let document = document.map_err(|e| Error::new(e.kind(), e.to_string()));
-    if crate::control::send(&mut std::io::stdout(), &Answer::from(document)).is_err() {
-        return ExitCode::FAILURE;
+#[cfg(test)]
+mod tests {
+    use burgeon_accelerate::Mode;
+
+    use super::served;
+
+    #[test]
+    fn without_requests_that_are_sent_again_there_is_no_write_back() {
+        for (mode, _) in Mode::ALL {
+            assert_eq!(served(mode, true), (mode, None));
+            let (without, note) = served(mode, false);
+            assert_ne!(without, Mode::WriteBack);
+            assert_eq!(note.is_some(), mode == Mode::WriteBack);
+        }
     }
-    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-    if attached.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

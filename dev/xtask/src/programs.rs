@@ -60,7 +60,7 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 84] = [
+const OTHERS: [&str; 85] = [
     "accelerated",
     "archives",
     "attributes",
@@ -146,6 +146,7 @@ const OTHERS: [&str; 84] = [
     "virtual_area",
     "watch",
     "writes",
+    "written_back",
 ];
 
 #[cfg(test)]

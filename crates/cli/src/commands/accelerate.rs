@@ -1,7 +1,12 @@
 //! `burgeon accelerate`: a cache on a fast device in front of slow block devices.
 
+mod drained;
+mod found;
+mod settings;
+pub(crate) mod show;
+
 use std::{
-    fs::OpenOptions,
+    fs::{self, OpenOptions},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -9,35 +14,41 @@ use std::{
 use anyhow::Result;
 use burgeon_accelerate::{Mode, format::Layout, policy::Kind};
 use burgeon_accelerator::{
-    control::{Ask, Attach, MODES, Set},
+    control::{Ask, Attach},
     disk::Disk,
     folder::{Folder, check_name},
     probe,
 };
-use burgeon_block::{Error, ErrorKind};
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
 use burgeon_daemon::refuse_accelerated;
 use clap::{Args as ClapArgs, Subcommand, builder::PossibleValuesParser};
-use serde_json::{Value, json};
-
-use super::{Context, need_mount_privilege};
-use crate::{
-    exit::Usage,
-    output::{self, bytes},
-    quantities::parse_size,
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
 };
+use serde_json::json;
+
+use self::{
+    found::{find, tell, text},
+    settings::parse_cutoff,
+};
+use super::{Context, need_mount_privilege};
+use crate::{output::bytes, quantities::parse_size};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   burgeon accelerate create fast --cache /dev/nvme0n1p3
-  burgeon accelerate attach fast /dev/sdb --name data    prints the device; also /dev/burgeon/data
+  burgeon accelerate attach fast /dev/sdb --mode write-back --name data
+                                                         prints the device; also /dev/burgeon/data
   mount /dev/burgeon/data /srv
   burgeon accelerate status
-  burgeon accelerate set data mode=write-around sequential-cutoff=off
+  burgeon accelerate set data mode=write-through sequential-cutoff=off dirty-limit=20%
+  burgeon accelerate flush data                          writes back what the cache alone has
   burgeon accelerate detach data                         after umount; /dev/sdb holds everything
   burgeon accelerate destroy fast
 
-A slow device is cached in place: nothing on it changes, and it mounts without the cache, too. While
-it is attached, use the new device alone.";
+A slow device is cached in place, and mounts without the cache, too, once it is detached. While it is
+attached, use the new device alone. In write-back, the newest content is in the cache alone for a while.";
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Accelerate {
@@ -57,9 +68,15 @@ pub(crate) enum AccelerateCommand {
         /// Size of a new file
         #[arg(long, value_parser = parse_size)]
         size: Option<u64>,
+        /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
+        #[arg(long, value_parser = parse_size)]
+        log_size: Option<u64>,
         /// Overwrite a file system, a partition table or another cache
         #[arg(long)]
         force: bool,
+        /// With --force: give up content that only the cache has which is overwritten
+        #[arg(long)]
+        accept_loss: bool,
     },
     /// Put a cache in front of a slow device, and print the device to use instead
     Attach {
@@ -70,10 +87,10 @@ pub(crate) enum AccelerateCommand {
         /// Name of the new device, also in /dev/burgeon [default: the file name of SLOW]
         #[arg(long)]
         name: Option<String>,
-        /// Writes go to the slow device; then write-through updates the cache, and write-around
-        /// drops the blocks from it
+        /// write-through: writes go to the slow device and the cache; write-around: to the slow
+        /// device alone; write-back: to the cache, and later to the slow device
         #[arg(long, default_value = "write-through",
-            value_parser = PossibleValuesParser::new(MODES.map(Mode::name)))]
+            value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
         mode: String,
         /// The blocks that the cache keeps; of all its devices [default: as before, at first
         /// adaptive]
@@ -85,6 +102,9 @@ pub(crate) enum AccelerateCommand {
         /// Keep cached content: nothing else has written to the slow device since it was detached
         #[arg(long)]
         trust_clean: bool,
+        /// Give up content that the cache alone has of another device of this name
+        #[arg(long)]
+        accept_loss: bool,
     },
     /// Show all caches and their devices
     Status,
@@ -93,7 +113,8 @@ pub(crate) enum AccelerateCommand {
         /// The device's name
         name: Option<String>,
     },
-    /// Change settings of a device: mode=, policy=, sequential-cutoff=
+    /// Change settings: mode= and sequential-cutoff= of the device; of its whole cache policy=, dirty-limit=,
+    /// dirty-age= and writeback-rate=
     Set {
         /// The device's name
         name: String,
@@ -101,7 +122,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(required = true, value_name = "SETTING=VALUE")]
         settings: Vec<String>,
     },
-    /// Make all writes of a device durable, and store the cache's index
+    /// Write back what the cache alone has of a device, and make it durable there
     Flush {
         /// The device's name
         name: String,
@@ -111,31 +132,29 @@ pub(crate) enum AccelerateCommand {
         /// The device's name
         name: String,
     },
-    /// Take the cache away from a device that is not mounted
+    /// Write back, and take the cache away from a device that is not mounted
     Detach {
         /// The device's name
         name: String,
+        /// Leave in the cache what is not written back: the device lacks it until it is attached again
+        #[arg(long)]
+        leave_dirty: bool,
     },
     /// Remove a cache that nothing is attached to
     Destroy {
         /// The cache's name
         cache_name: String,
+        /// Give up content that only the cache has
+        #[arg(long)]
+        accept_loss: bool,
     },
-}
-
-/// A length, or `off`.
-fn parse_cutoff(text: &str) -> Result<u64, String> {
-    match text {
-        "0" | "off" => Ok(0),
-        size => parse_size(size),
-    }
 }
 
 pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Result<ExitCode> {
     need_mount_privilege("accelerate")?;
     match command {
-        AccelerateCommand::Create { cache_name, cache, size, force } => {
-            create(context, &cache_name, &cache, size, force)
+        AccelerateCommand::Create { cache_name, cache, size, log_size, force, accept_loss } => {
+            create(context, &cache_name, &cache, (size, log_size), (force, accept_loss))
         }
         AccelerateCommand::Attach {
             cache_name,
@@ -145,54 +164,36 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
             policy,
             sequential_cutoff: cutoff,
             trust_clean,
+            accept_loss,
         } => {
             let name = match name {
                 Some(name) => name,
                 None => slow.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             };
             let slow = std::path::absolute(slow)?;
-            let attach = Attach { slow, name, mode, cutoff, policy, trust_clean };
+            let attach = Attach { slow, name, mode, cutoff, policy, trust_clean, accept_loss };
             run_attach(context, &cache_name, attach)
         }
-        AccelerateCommand::Status => status(context),
-        AccelerateCommand::Stats { name } => stats(context, name.as_deref()),
-        AccelerateCommand::Set { name, settings } => set(context, name, &settings),
-        AccelerateCommand::Flush { name } => {
-            let done = find(context, &name)?.ask_server(&Ask::Flush { name })?;
-            tell(context, &done, |done| {
-                println!("{} is durable", text(&done["name"]));
-            })
-        }
+        AccelerateCommand::Status => show::status(context),
+        AccelerateCommand::Stats { name } => show::stats(context, name.as_deref()),
+        AccelerateCommand::Set { name, settings } => settings::set(context, name, &settings),
+        AccelerateCommand::Flush { name } => drained::flush(context, name),
         AccelerateCommand::Check { name } => check(context, &name),
-        AccelerateCommand::Detach { name } => {
-            let done = find(context, &name)?.ask_supervisor(&Ask::Detach { name })?;
-            tell(context, &done, |done| {
-                println!("{} is detached", text(&done["name"]));
-            })
+        AccelerateCommand::Detach { name, leave_dirty } => {
+            drained::detach(context, name, leave_dirty)
         }
-        AccelerateCommand::Destroy { cache_name } => destroy(context, &cache_name),
+        AccelerateCommand::Destroy { cache_name, accept_loss } => {
+            destroy(context, &cache_name, accept_loss)
+        }
     }
-}
-
-/// The text of a string in a document.
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
-}
-
-fn tell(context: &Context, document: &Value, say: impl FnOnce(&Value)) -> Result<ExitCode> {
-    match context.json {
-        true => output::print_json(document)?,
-        false => say(document),
-    }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn create(
     context: &Context,
     name: &str,
     cache: &Path,
-    size: Option<u64>,
-    force: bool,
+    (size, log_size): (Option<u64>, Option<u64>),
+    (force, accept_loss): (bool, bool),
 ) -> Result<ExitCode> {
     let folder = Folder::of(context.state.root(), name)?;
     if folder.exists() {
@@ -202,18 +203,27 @@ fn create(
     refuse_accelerated(context.state.root())?;
     let cache = std::path::absolute(cache)?;
     if let Some(size) = size {
-        layout_of(size)?;
+        layout_of(size, log_size)?;
         let failed = |e| Error::io(format!("cannot make {}", cache.display()), e);
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&cache);
-        file.and_then(|file| file.set_len(size)).map_err(failed)?;
+        let file = file.map_err(failed)?;
+        // Its space is taken now: a cache that runs out of it later fails.
+        let allocated = match fallocate(&file, FallocateFlags::empty(), 0, size) {
+            Err(Errno::OPNOTSUPP) => file.set_len(size),
+            done => done.map_err(Into::into),
+        };
+        allocated.inspect_err(|_| drop(fs::remove_file(&cache))).map_err(failed)?;
     }
     let disk = Disk::open(&cache)?;
-    let layout = layout_of(disk.size())?;
+    let layout = layout_of(disk.size(), log_size)?;
     if let Some(found) = probe::content(&disk, disk.size())?
         && !force
     {
         let what = format!("{} holds {found}: --force overwrites it", cache.display());
         return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    if !accept_loss {
+        refuse_dirty(&disk, "create")?;
     }
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
@@ -226,9 +236,45 @@ fn create(
     })
 }
 
-/// Without a log, as long as no mode that is served writes to one.
-fn layout_of(size: u64) -> Result<Layout, Error> {
-    Layout::with_log(size, 0)
+/// The layout of a cache of `size` bytes, with a log of `log_size`.
+fn layout_of(size: u64, log_size: Option<u64>) -> Result<Layout, Error> {
+    let Some(log) = log_size else { return Layout::new(size) };
+    let blocks = u32::try_from(log / BLOCK_SIZE).unwrap_or(u32::MAX);
+    Layout::with_log(size, 0)?;
+    Layout::with_log(size, blocks).map_err(|_| {
+        let what = format!(
+            "a log of {} does not fit into a cache of {}: 0, or 256K to a quarter of the cache, at most 16G",
+            bytes(log),
+            bytes(size)
+        );
+        Error::new(ErrorKind::Invalid, what)
+    })
+}
+
+/// `Unavailable` if the cache on `disk` has content that no slow device has, or may have.
+fn refuse_dirty(disk: &Disk, verb: &str) -> Result<(), Error> {
+    let dirty = match burgeon_accelerate::dirty_in(disk, disk.size()) {
+        Ok(dirty) => dirty,
+        // It holds no cache.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        // One of another version, or one that was cut off: its log is not known.
+        Err(error) => {
+            let what = format!(
+                "{} may have content that no slow device has: {error}; `{verb} --accept-loss` gives it up",
+                disk.path().display()
+            );
+            return Err(Error::with_source(error.kind(), what, error));
+        }
+    };
+    let Some(first) = dirty.first() else { return Ok(()) };
+    let what = format!(
+        "{} has {} of {} that the slow device lacks: attach it, and detach it; or `{verb} --accept-loss` gives \
+         them up",
+        disk.path().display(),
+        bytes(first.bytes()),
+        first.name
+    );
+    Err(Error::new(ErrorKind::Unavailable, what))
 }
 
 fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<ExitCode> {
@@ -249,143 +295,10 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     drop(Disk::open(&attach.slow)?);
     folder.start_supervisor()?;
     let done = folder.ask_supervisor(&Ask::Attach(attach))?;
+    if let Some(note) = done["note"].as_str() {
+        eprintln!("note: {note}; the device is served in {}", text(&done["mode"]));
+    }
     tell(context, &done, |done| println!("{}", text(&done["device"])))
-}
-
-/// The cache with an attached device `name`.
-fn find(context: &Context, name: &str) -> Result<Folder, Error> {
-    let mut silent = None;
-    for folder in Folder::all(context.state.root()) {
-        match folder.ask_server(&Ask::Status) {
-            Ok(status) => {
-                let mut devices = status["devices"].as_array().into_iter().flatten();
-                if devices.any(|device| text(&device["name"]) == name) {
-                    return Ok(folder);
-                }
-            }
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            // It may have the device, unless another cache has.
-            Err(error) => silent = Some(error),
-        }
-    }
-    Err(silent.unwrap_or_else(|| {
-        let what = format!("no device {name} is attached: `burgeon accelerate status` lists them");
-        Error::new(ErrorKind::NotFound, what)
-    }))
-}
-
-/// A document for each cache.
-fn documents(context: &Context) -> Result<Vec<Value>> {
-    let mut caches = Vec::new();
-    for folder in Folder::all(context.state.root()) {
-        let mut document = match folder.ask_server(&Ask::Status) {
-            Ok(document) => document,
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                json!({ "cache": folder.cache()?, "state": "idle", "devices": [] })
-            }
-            Err(error) => json!({
-                "cache": folder.cache()?,
-                "state": "unreachable",
-                "error": error.to_string(),
-                "devices": [],
-            }),
-        };
-        document["name"] = folder.name().into();
-        caches.push(document);
-    }
-    Ok(caches)
-}
-
-fn status(context: &Context) -> Result<ExitCode> {
-    let caches = documents(context)?;
-    tell(context, &json!({ "caches": caches }), |_| {
-        if caches.is_empty() {
-            println!("no caches");
-        }
-        for cache in &caches {
-            let blocks = |key: &str| cache[key].as_u64().unwrap_or(0) * 4096;
-            let used = match cache["blocks"].is_null() {
-                true => String::new(),
-                false => format!(
-                    ", {} of {} used, {}",
-                    bytes(blocks("used_blocks")),
-                    bytes(blocks("blocks")),
-                    text(&cache["policy"])
-                ),
-            };
-            println!(
-                "{} on {}: {}{used}",
-                text(&cache["name"]),
-                text(&cache["cache"]),
-                text(&cache["state"])
-            );
-            for device in cache["devices"].as_array().into_iter().flatten() {
-                let count = |key: &str| device["counters"][key].as_u64().unwrap_or(0);
-                let hits = count("cache_hit_bytes") + count("memory_hit_bytes");
-                let read = hits + count("miss_bytes");
-                let ratio = match read {
-                    0 => "nothing read".to_owned(),
-                    read => format!("{:.1} % hits", 100.0 * hits as f64 / read as f64),
-                };
-                let failed = device["flush_failed"] == true;
-                println!(
-                    "  {} on {}: {}, {ratio}{}",
-                    text(&device["name"]),
-                    text(&device["slow"]),
-                    text(&device["mode"]),
-                    if failed { ", A FLUSH FAILED: nothing is written any more" } else { "" }
-                );
-            }
-        }
-    })
-}
-
-fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
-    let caches = documents(context)?;
-    let devices = caches.iter().flat_map(|cache| cache["devices"].as_array().into_iter().flatten());
-    let chosen: Vec<&Value> =
-        devices.filter(|device| name.is_none_or(|name| text(&device["name"]) == name)).collect();
-    if let (Some(name), true) = (name, chosen.is_empty()) {
-        find(context, name)?;
-    }
-    let document =
-        |device: &&Value| json!({ "name": device["name"], "counters": device["counters"] });
-    let devices: Vec<_> = chosen.iter().map(document).collect();
-    tell(context, &json!({ "devices": devices }), |_| {
-        for device in &chosen {
-            println!("{}", text(&device["name"]));
-            for (name, count) in device["counters"].as_object().into_iter().flatten() {
-                println!("  {:<20} {count}", name.replace('_', " "));
-            }
-        }
-    })
-}
-
-fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode> {
-    let (mut mode, mut policy, mut cutoff) = (None, None, None);
-    for setting in settings {
-        match setting.split_once('=') {
-            Some(("mode", value)) => mode = Some(value.to_owned()),
-            Some(("policy", value)) => policy = Some(value.to_owned()),
-            Some(("sequential-cutoff", value)) => {
-                cutoff = Some(parse_cutoff(value).map_err(Usage)?)
-            }
-            _ => {
-                let known = "mode=, policy=, sequential-cutoff=";
-                return Err(Usage(format!("unknown setting {setting:?}: there are {known}")).into());
-            }
-        }
-    }
-    let folder = find(context, &name)?;
-    let set = Ask::Set(Set { name, mode, policy, cutoff });
-    // First the supervisor: a server that starts in between has the settings of it.
-    match folder.ask_supervisor(&set) {
-        // A server without a supervisor has no successor.
-        Err(error) if error.kind() == ErrorKind::Unavailable => {}
-        remembered => drop(remembered?),
-    }
-    let done = folder.ask_server(&set)?;
-    tell(context, &done, |_| ())
 }
 
 /// Compares all blocks of a device, some at a time.
@@ -407,31 +320,32 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
     Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::from(4) })
 }
 
-/// True if a cache may have data in a log.
-fn has_log(disk: &Disk) -> bool {
-    let head = burgeon_accelerate::read_super(disk, disk.size());
-    head.is_ok_and(|head| head.layout.log_blocks != 0)
-}
-
-fn destroy(context: &Context, name: &str) -> Result<ExitCode> {
+fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode> {
     let folder = Folder::of(context.state.root(), name)?;
     let path = folder.cache()?;
     if folder.is_served() {
         let what = format!("the cache {name} has attached devices: detach them first");
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
+    let known = folder.dirty();
+    if let Some((dirty, _)) = known.first()
+        && !accept_loss
+    {
+        let what = format!(
+            "the cache {name} has newer content of the slow device {dirty}: attach it, and detach it; or \
+             `destroy --accept-loss` gives it up"
+        );
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    }
     match Disk::open(&path) {
         // The name of a device may be that of another one since a restart.
         Ok(disk) => match probe::content(&disk, disk.size())? {
-            Some(probe::CACHE) if has_log(&disk) => {
-                let what = format!(
-                    "{} has a log for write-back, perhaps with data that no other device has: destroy it with the \
-                     version of Burgeon that made it",
-                    path.display()
-                );
-                return Err(Error::new(ErrorKind::UnsupportedFormat, what).into());
+            Some(probe::CACHE) => {
+                if !accept_loss {
+                    refuse_dirty(&disk, "destroy")?;
+                }
+                burgeon_accelerate::destroy(&disk)?;
             }
-            Some(probe::CACHE) => burgeon_accelerate::destroy(&disk)?,
             other => {
                 let (shown, other) = (path.display(), other.unwrap_or("no cache of Burgeon"));
                 eprintln!(

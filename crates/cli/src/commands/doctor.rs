@@ -10,7 +10,7 @@ use burgeon_daemon::{
 };
 use serde_json::json;
 
-use super::{Context, finding, need_mount_privilege, places::places_of, report};
+use super::{Context, accelerate::show, finding, need_mount_privilege, places::places_of, report};
 use crate::{holders, output, watch_args::Doctor};
 
 /// The longest wait for the daemon's answer; another check reports a daemon that does not answer.
@@ -36,6 +36,7 @@ pub(super) fn doctor(context: &Context, args: Doctor) -> Result<ExitCode> {
     let (failed, mended): (Vec<_>, Vec<_>) =
         mends.iter().partition(|mend| !args.dry_run && unmended(mend));
     findings.extend(held(context));
+    findings.extend(show::findings(context));
     let bad = findings.iter().any(|finding| finding.level == Level::Problem)
         || (args.repair && !failed.is_empty());
     if let Some(path) = &args.report {

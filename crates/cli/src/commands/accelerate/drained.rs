@@ -1,0 +1,44 @@
+//! `burgeon accelerate flush` and `detach`: dirty blocks are written back in many short requests, so that
+//! neither ends before its time nor holds others up.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_accelerator::control::Ask;
+use serde_json::{Value, json};
+
+use super::found::{find, tell, text};
+use crate::commands::Context;
+
+/// What was written before is on the slow device, durably, when this returns.
+pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
+    let folder = find(context, &name)?;
+    let mut before = None;
+    loop {
+        let question = Ask::WriteBack { name: name.clone(), before, ends: false };
+        let done = folder.ask_server(&question)?;
+        before = done["before"].as_u64();
+        if done["dirty_bytes"].as_u64() == Some(0) {
+            break;
+        }
+    }
+    let done = folder.ask_server(&Ask::Flush { name })?;
+    tell(context, &done, |done| println!("{} is durable", text(&done["name"])))
+}
+
+pub(super) fn detach(context: &Context, name: String, leave_dirty: bool) -> Result<ExitCode> {
+    let folder = find(context, &name)?;
+    let mut done = Value::Null;
+    while done["is_detached"] != true {
+        done = folder.ask_supervisor(&Ask::Detach { name: name.clone(), leave_dirty })?;
+    }
+    let is_dirty = done["is_dirty"] == true;
+    tell(context, &json!({ "name": name, "is_dirty": is_dirty }), |_| match is_dirty {
+        true => println!(
+            "{name} is detached. The cache {} has content of it that the slow device lacks: attach it there again \
+             before you use it",
+            folder.name()
+        ),
+        false => println!("{name} is detached"),
+    })
+}

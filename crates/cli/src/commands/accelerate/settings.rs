@@ -1,0 +1,98 @@
+//! `burgeon accelerate set`.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_accelerator::control::{Ask, Set};
+use burgeon_block::ErrorKind;
+
+use super::found::{find, tell};
+use crate::{commands::Context, exit::Usage, quantities::parse_size};
+
+/// A length, or `off`.
+pub(super) fn parse_cutoff(text: &str) -> Result<u64, String> {
+    match text {
+        "0" | "off" => Ok(0),
+        size => parse_size(size),
+    }
+}
+
+fn parse_percent(text: &str) -> Result<u8, String> {
+    match text.strip_suffix('%').unwrap_or(text).parse() {
+        Ok(percent @ 0..=100) => Ok(percent),
+        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    let seconds = text.strip_suffix('s').unwrap_or(text).parse();
+    seconds.map_err(|_| format!("{text:?} is no time: use seconds, such as 30"))
+}
+
+/// Bytes a second, or `auto`.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match text {
+        "auto" => Ok(0),
+        size => match parse_size(size)? {
+            0 => Err("a rate of 0 would write back nothing: use auto".to_owned()),
+            rate => Ok(rate),
+        },
+    }
+}
+
+/// The settings of `NAME=VALUE` texts.
+fn parse(name: String, settings: &[String]) -> Result<Set, String> {
+    let mut set = Set { name, ..Set::default() };
+    for setting in settings {
+        match setting.split_once('=') {
+            Some(("mode", value)) => set.mode = Some(value.to_owned()),
+            Some(("policy", value)) => set.policy = Some(value.to_owned()),
+            Some(("sequential-cutoff", value)) => set.cutoff = Some(parse_cutoff(value)?),
+            Some(("dirty-limit", value)) => set.dirty_limit = Some(parse_percent(value)?),
+            Some(("dirty-age", value)) => set.dirty_age = Some(parse_seconds(value)?),
+            Some(("writeback-rate", value)) => set.writeback_rate = Some(parse_rate(value)?),
+            _ => {
+                let known =
+                    "mode=, policy=, sequential-cutoff=, dirty-limit=, dirty-age=, writeback-rate=";
+                return Err(format!("unknown setting {setting:?}: there are {known}"));
+            }
+        }
+    }
+    Ok(set)
+}
+
+pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode> {
+    let set = parse(name, settings).map_err(Usage)?;
+    let folder = find(context, &set.name)?;
+    let set = Ask::Set(set);
+    // First the supervisor: a server that starts in between has the settings of it.
+    match folder.ask_supervisor(&set) {
+        // A server without a supervisor has no successor.
+        Err(error) if error.kind() == ErrorKind::Unavailable => {}
+        remembered => drop(remembered?),
+    }
+    let done = folder.ask_server(&set)?;
+    tell(context, &done, |_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse;
+
+    #[test]
+    fn settings_are_understood_or_refused() {
+        let parsed = |text: &str| parse("data".to_owned(), &[text.to_owned()]);
+        assert_eq!(parsed("dirty-limit=20%").unwrap().dirty_limit, Some(20));
+        assert_eq!(parsed("dirty-limit=0").unwrap().dirty_limit, Some(0));
+        assert_eq!(parsed("dirty-age=90s").unwrap().dirty_age, Some(90));
+        assert_eq!(parsed("writeback-rate=auto").unwrap().writeback_rate, Some(0));
+        assert_eq!(parsed("writeback-rate=2M").unwrap().writeback_rate, Some(2 << 20));
+        assert_eq!(parsed("sequential-cutoff=off").unwrap().cutoff, Some(0));
+        assert_eq!(parsed("mode=write-back").unwrap().mode.as_deref(), Some("write-back"));
+        for wrong in
+            ["dirty-limit=101%", "dirty-age=soon", "writeback-rate=0", "colour=red", "mode"]
+        {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+    }
+}
