@@ -26,10 +26,10 @@ use crate::{
     locks::Span,
     marks::Marks,
     mode::Mode,
-    throttle::Load,
     records::DeviceBitmaps,
     sets::check_of,
     store::{Store, Trust},
+    throttle::Load,
 };
 
 /// What an attachment begins with.

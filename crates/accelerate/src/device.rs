@@ -34,11 +34,11 @@ use crate::{
     locks::{Locked, Span},
     marks::Marks,
     mode::Mode,
-    throttle::Load,
     records::DeviceBitmaps,
     sets::Slot,
     store::Store,
     streams::Streams,
+    throttle::Load,
 };
 
 /// Settings of a device.

@@ -160,7 +160,12 @@ impl<C: LocalFile> Store<C> {
 
     /// A part of [`Self::write_back_due`] at a rate of the caller's, because others wait for a turn. True
     /// if more may be due.
-    pub fn write_back_throttled(&self, limits: Limits, now: u64, throttle: &dyn Throttle) -> Result<bool> {
+    pub fn write_back_throttled(
+        &self,
+        limits: Limits,
+        now: u64,
+        throttle: &dyn Throttle,
+    ) -> Result<bool> {
         let Some(log) = self.usable_log() else { return Ok(false) };
         log.set_clock(now);
         let too_full = self.dirty().1 >= limits.percent;

@@ -7,7 +7,7 @@
 //!   an error ──► kept for `status`; again after 2, 4, 8, 10 s
 //! ```
 //!
-//! Invariant: it ends soon after it is told to, whatever the pace; what is left stays in the log.
+//! Invariant: it ends soon after it is told to, whatever the throttle says; what is left stays in the log.
 
 use std::{
     sync::{
@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Limits, Moment, Throttle, Store};
+use burgeon_accelerate::{Limits, Moment, Store, Throttle};
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -151,7 +151,7 @@ impl WritingBack {
     }
 }
 
-/// The pace of one round.
+/// The throttle of one round.
 struct Paced<'a> {
     of: &'a WritingBack,
     rate: u64,
@@ -198,7 +198,7 @@ mod tests {
     use super::{PAUSE_MAX, pause_after};
 
     #[test]
-    fn the_pace_follows_the_users_or_the_rate() {
+    fn the_throttle_follows_the_users_or_the_rate() {
         let took = Duration::from_millis(10);
         assert_eq!(pause_after(took, 1 << 20, 0, false), Duration::ZERO);
         assert_eq!(pause_after(took, 1 << 20, 0, true), Duration::from_millis(40));

@@ -1,5 +1,5 @@
-//! Masks secrets in text that leaves the host, or that users show to others: reports for support, and
-//! errors, which name what was typed.
+//! Masks secrets in text that leaves the host, or that users show to others: reports for support,
+//! and errors, which name what was typed.
 
 /// Stands for what was left out.
 const MASK: &str = "[redacted]";

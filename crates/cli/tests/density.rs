@@ -1,5 +1,5 @@
-//! What an idle container costs beside overlayfs: disk, memory, threads, devices, and the time to make and
-//! remove it. `make bench-containers` runs it with 200 containers, and prints the figures.
+//! What an idle container costs beside overlayfs: disk, memory, threads, devices, and the time to
+//! make and remove it. `make bench-containers` runs it with 200 containers, and prints the figures.
 
 #![allow(clippy::unwrap_used)]
 
@@ -64,8 +64,8 @@ fn count() -> u64 {
     std::env::var("CONTAINERS").ok().and_then(|text| text.parse().ok()).unwrap_or(8)
 }
 
-/// Makes, mounts and removes so many containers; returns the cost of all and the time of one: made and
-/// removed, each by a process of `ctr`.
+/// Makes, mounts and removes so many containers; returns the cost of all and the time of one: made
+/// and removed, each by a process of `ctr`.
 fn measure(
     node: &Node<'_>,
     (snapshotter, form): (&str, &str),

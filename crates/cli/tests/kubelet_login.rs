@@ -1,4 +1,5 @@
-//! Logins by kubelet's credential provider plugins: for a mount, and again when a password has ended.
+//! Logins by kubelet's credential provider plugins: for a mount, and again when a password has
+//! ended.
 
 #![allow(clippy::unwrap_used)]
 

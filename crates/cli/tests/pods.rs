@@ -1,5 +1,5 @@
-//! Pods by calls of CRI, as a kubelet makes them: lazy, equal to those on overlayfs, and alive after
-//! the death of each process; nothing is left of them in the end.
+//! Pods by calls of CRI, as a kubelet makes them: lazy, equal to those on overlayfs, and alive
+//! after the death of each process; nothing is left of them in the end.
 
 #![allow(clippy::unwrap_used)]
 
@@ -204,7 +204,8 @@ fn a_pod_of_debians_containerd_is_lazy_and_leaves_nothing() {
     assert!(wait_until(PATIENCE, is_empty), "{:?}", pods.node.snapshots());
 }
 
-/// containerd maps the ids of the mounts itself: nothing is copied, and the container owns its files.
+/// containerd maps the ids of the mounts itself: nothing is copied, and the container owns its
+/// files.
 #[test]
 fn a_container_with_users_of_its_own_owns_the_files_of_its_image() {
     let space = Space::new("pods-users");

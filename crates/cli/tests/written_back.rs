@@ -1,5 +1,6 @@
-//! `burgeon accelerate` in write-back: what was flushed survives all processes, and is on the slow device
-//! after `detach`. Needs root, and a kernel that sends the requests of a dead server again (Linux 6.9).
+//! `burgeon accelerate` in write-back: what was flushed survives all processes, and is on the slow
+//! device after `detach`. Needs root, and a kernel that sends the requests of a dead server again
+//! (Linux 6.9).
 
 #![allow(clippy::unwrap_used)]
 
@@ -93,7 +94,8 @@ fn an_xfs_in_write_back_survives_its_server() {
     survives_its_server("back-xfs", "write-back", &["mkfs.xfs", "-q", "-f"], &["xfs_repair", "-n"]);
 }
 
-/// All that was flushed lies in the log of the cache alone; nothing else gets at it, and it comes back.
+/// All that was flushed lies in the log of the cache alone; nothing else gets at it, and it comes
+/// back.
 #[test]
 fn what_was_flushed_survives_supervisor_and_server() {
     let space = Space::new("back-dead");
@@ -168,7 +170,8 @@ fn what_was_flushed_survives_supervisor_and_server() {
     drop(ends);
 }
 
-/// All processes die in the middle of writes, again and again: each file whose `fsync` returned is there.
+/// All processes die in the middle of writes, again and again: each file whose `fsync` returned is
+/// there.
 #[test]
 fn synced_files_survive_the_death_of_all_processes() {
     let space = Space::new("back-kill");
@@ -306,7 +309,8 @@ fn a_slow_device_that_fails_is_told_and_stops_no_other() {
     drop(ends);
 }
 
-/// What was written before a flush is on the slow device after it, while a writer goes on and servers die.
+/// What was written before a flush is on the slow device after it, while a writer goes on and
+/// servers die.
 #[test]
 fn a_flush_ends_under_writes() {
     let space = Space::new("back-flush");

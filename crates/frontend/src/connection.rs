@@ -101,8 +101,8 @@ impl Connection {
         self.rings
     }
 
-    /// True if the kernel sends the unanswered requests of a dead server again, with the payloads of
-    /// their writes.
+    /// True if the kernel sends the unanswered requests of a dead server again, with the payloads
+    /// of their writes.
     pub fn resends(&self) -> bool {
         self.resends
     }
@@ -196,8 +196,8 @@ fn cannot_open(cause: io::Error) -> Error {
     failed(what, cause)
 }
 
-/// Answers INIT, and says whether requests come over io_uring, and whether they are sent again. It is there as soon as the file
-/// system is made, so this does not wait.
+/// Answers INIT, and says whether requests come over io_uring, and whether they are sent again. It
+/// is there as soon as the file system is made, so this does not wait.
 fn greet(device: &OwnedFd, features: Features) -> Result<(bool, bool)> {
     let mut request = [0; fuse::READ_BUFFER_MIN];
     let what = "cannot agree with the kernel on the FUSE protocol";

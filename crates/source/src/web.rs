@@ -65,8 +65,8 @@ pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
     build(Client::builder().timeout(time_max))
 }
 
-/// The checks of a server's certificate beyond the system's, the certificate that it is shown, and the
-/// time to connect to it.
+/// The checks of a server's certificate beyond the system's, the certificate that it is shown, and
+/// the time to connect to it.
 #[derive(Clone, Default, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Trust {
     /// More authorities, as PEM.

@@ -113,8 +113,8 @@ pub(crate) enum AccelerateCommand {
         /// The device's name
         name: Option<String>,
     },
-    /// Change settings: mode= and sequential-cutoff= of the device; of its whole cache policy=, dirty-limit=,
-    /// dirty-age= and writeback-rate=
+    /// Change settings: mode= and sequential-cutoff= of the device; of its whole cache policy=,
+    /// dirty-limit=, dirty-age= and writeback-rate=
     Set {
         /// The device's name
         name: String,
@@ -136,7 +136,8 @@ pub(crate) enum AccelerateCommand {
     Detach {
         /// The device's name
         name: String,
-        /// Leave in the cache what is not written back: the device lacks it until it is attached again
+        /// Leave in the cache what is not written back: the device lacks it until it is attached
+        /// again
         #[arg(long)]
         leave_dirty: bool,
     },

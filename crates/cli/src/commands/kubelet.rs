@@ -1,5 +1,5 @@
-//! The process `burgeon __kubelet-login`: an image on its standard input, and what kubelet's credential
-//! provider plugins print for it on its standard output.
+//! The process `burgeon __kubelet-login`: an image on its standard input, and what kubelet's
+//! credential provider plugins print for it on its standard output.
 
 use std::{
     io::{Read, stdin},

@@ -1,6 +1,7 @@
 //! A containerd with CRI, as a kubelet uses it: Debian's, or 2.x, which is made from its Go module.
 //!
-//! The configuration is that of `snapshotter setup`, imported by one with what belongs to this machine.
+//! The configuration is that of `snapshotter setup`, imported by one with what belongs to this
+//! machine.
 
 use std::{
     ffi::OsStr,
@@ -70,8 +71,8 @@ impl<'a> Pods<'a> {
         self.wait();
     }
 
-    /// Kills the snapshotter and containerd, and starts them in the order of their units: images whose
-    /// snapshotter is away when containerd starts are unknown to CRI.
+    /// Kills the snapshotter and containerd, and starts them in the order of their units: images
+    /// whose snapshotter is away when containerd starts are unknown to CRI.
     pub fn restart_both(&mut self, options: &[&str]) {
         self.node.snapshotter = None;
         self.node.snapshotter = Some(serve(self.node.space, options));
@@ -132,8 +133,8 @@ pub fn push_pause(space: &Space, name: &str) {
     skopeo_copy(&[], &from, &format!("docker://{name}")).unwrap();
 }
 
-/// What belongs to this machine: folders and the image of sandboxes. Tests may lack the privilege to
-/// lower the score of a process for the kernel's choice when memory is short.
+/// What belongs to this machine: folders and the image of sandboxes. Tests may lack the privilege
+/// to lower the score of a process for the kernel's choice when memory is short.
 fn text(space: &Space, version: Version, pause: &str) -> String {
     let folder = space.folder().display();
     let number = if version == Version::V1 { 2 } else { 3 };
@@ -191,8 +192,8 @@ fn set_up(space: &Space, programs: Option<&Path>) {
     setup.arg("--state-dir").arg(space.path("state")).args(["--config", "none"]);
     setup.args(["snapshotter", "setup", "--write", "--prefix"]).arg(space.folder());
     setup.arg("--root").arg(space.path("root")).arg("--socket").arg(space.path("s.sock"));
-    // Two problems are the test's own: a containerd beside it in another mount namespace, and the floor
-    // with which tests use all of the disk.
+    // Two problems are the test's own: a containerd beside it in another mount namespace, and the
+    // floor with which tests use all of the disk.
     let output = setup.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     let has_other = |line: &str| {

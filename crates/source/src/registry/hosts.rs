@@ -231,8 +231,8 @@ fn root(url: &str, overrides: bool) -> Parsed<String> {
     })
 }
 
-/// The certificate and key of a file, a list with one file, or a list with one pair of files, of which
-/// the second may be `""`.
+/// The certificate and key of a file, a list with one file, or a list with one pair of files, of
+/// which the second may be `""`.
 fn client(value: &DeValue<'_>, folder: &Path) -> Parsed<Option<ClientPem>> {
     let mut files = match value {
         DeValue::Array(all) if all.len() > 1 => {

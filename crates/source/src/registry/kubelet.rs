@@ -8,9 +8,9 @@
 //! ```
 //!
 //! The file is that of kubelet's `--image-credential-provider-config`, and the folder that of
-//! `--image-credential-provider-bin-dir`. A process of its own reads the file, and runs in a process
-//! group with the plugins, like a credential helper (`helper.rs`). Only the process that asks reads
-//! what plugins print; in a daemon that is the server, in its sandbox.
+//! `--image-credential-provider-bin-dir`. A process of its own reads the file, and runs in a
+//! process group with the plugins, like a credential helper (`helper.rs`). Only the process that
+//! asks reads what plugins print; in a daemon that is the server, in its sandbox.
 //!
 //! Invariants: plugins run only from the configured folder; they inherit `PATH`, `HOME` and their
 //! configured variables; the output, the time and the number of kept answers have bounds; an answer

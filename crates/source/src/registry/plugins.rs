@@ -24,8 +24,8 @@ const FILE_MAX: u64 = 1 << 20;
 /// Providers, and nested parts of the file.
 const PROVIDERS_MAX: usize = 64;
 const DEPTH_MAX: usize = 16;
-/// The longest time of all plugins together: less than the asking process gives this one, so that this
-/// one ends them.
+/// The longest time of all plugins together: less than the asking process gives this one, so that
+/// this one ends them.
 const PLUGINS_TIME: Duration = Duration::from_secs(25);
 /// Versions of the request and the response.
 const VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha1"];
@@ -150,7 +150,8 @@ fn json_of(yaml: &Yaml, depth: usize) -> Result<Value, String> {
             Value::Object(map)
         }
         Yaml::Null | Yaml::BadValue => Value::Null,
-        // As kubelet's own reader, which knows none across documents; and none can grow without end.
+        // As kubelet's own reader, which knows none across documents; and none can grow without
+        // end.
         Yaml::Alias(_) => return Err("has an alias".to_owned()),
     })
 }

@@ -69,8 +69,8 @@ pub(super) struct Printed {
     pub(super) response: String,
 }
 
-/// True if a pattern of kubelet's `matchImages` matches `REGISTRY/REPOSITORY`: as many labels in the
-/// host, each with `*` for any characters; the same port; the beginning of the path.
+/// True if a pattern of kubelet's `matchImages` matches `REGISTRY/REPOSITORY`: as many labels in
+/// the host, each with `*` for any characters; the same port; the beginning of the path.
 pub(super) fn matches(pattern: &str, image: &str) -> bool {
     fn parts(text: &str) -> (&str, Option<&str>, &str) {
         let text = text.split_once("://").map_or(text, |(_, rest)| rest);

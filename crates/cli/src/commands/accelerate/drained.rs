@@ -1,5 +1,5 @@
-//! `burgeon accelerate flush` and `detach`: dirty blocks are written back in many short requests, so that
-//! neither ends before its time nor holds others up.
+//! `burgeon accelerate flush` and `detach`: dirty blocks are written back in many short requests,
+//! so that neither ends before its time nor holds others up.
 
 use std::process::ExitCode;
 

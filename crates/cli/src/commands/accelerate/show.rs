@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use super::found::{find, tell, text};
 use crate::{commands::Context, output::bytes};
 
-/// Slow devices that the cache may have newer content of, and that are not attached: names and places.
+/// Slow devices that the cache may have newer content of, and that are not attached: names and
+/// places.
 fn absent(folder: &Folder, document: &Value) -> Vec<(String, String)> {
     let attached: Vec<&str> =
         document["devices"].as_array().into_iter().flatten().map(|d| text(&d["name"])).collect();

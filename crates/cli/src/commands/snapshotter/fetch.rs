@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A remote layer was never fetched, so an image with it cannot be pushed, saved or converted. The
-//! child reads the blob in its sandbox and compares it with its digest; containerd compares again, and
-//! takes nothing that differs.
+//! child reads the blob in its sandbox and compares it with its digest; containerd compares again,
+//! and takes nothing that differs.
 
 use std::{
     collections::BTreeSet,

@@ -7,10 +7,10 @@
 //!                                                (imagefs.available < 15 %)
 //! ```
 //!
-//! The cache makes room for everything else, but only until the floor. With less than [`LEAST`] free,
-//! kubelet would remove images and pods that the cache could have spared. The default floor is enough;
-//! so `setup` has a file only for a host whose configuration lowers it. That file stays until an
-//! administrator removes it.
+//! The cache makes room for everything else, but only until the floor. With less than [`LEAST`]
+//! free, kubelet would remove images and pods that the cache could have spared. The default floor
+//! is enough; so `setup` has a file only for a host whose configuration lowers it. That file stays
+//! until an administrator removes it.
 
 use std::path::Path;
 
