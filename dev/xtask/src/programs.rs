@@ -60,7 +60,7 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 85] = [
+const OTHERS: [&str; 86] = [
     "accelerated",
     "archives",
     "attributes",
