@@ -63,6 +63,9 @@ const ROWS: &[Row] = &[
     ("__serve", "serving-ublk", &["landlock", "connect", "io_uring", "io_uring connect"]),
 ];
 
+/// Runs plugins of the administrator, with the rights of its parent: a role would be theirs, too.
+const WITHOUT_ROLE: &str = "__kubelet-login";
+
 fn row(role: &str) -> (&'static str, BTreeSet<String>) {
     let (process, _, allowed) = ROWS.iter().find(|(_, name, _)| *name == role).unwrap();
     (*process, allowed.iter().map(|name| (*name).to_owned()).collect())
@@ -83,6 +86,7 @@ fn every_process_has_a_role_and_every_role_a_row() {
     for (process, role, _) in ROWS {
         rows.entry(process).or_default().insert(role);
     }
+    rows.entry(WITHOUT_ROLE).or_default().insert("");
     let printed = probe::<&str>(&[]);
     let roles: BTreeMap<_, BTreeSet<_>> = printed
         .lines()
