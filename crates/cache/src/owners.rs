@@ -196,9 +196,11 @@ impl Owners {
         limits.iter().any(|limit| self.limits[*limit].most < len)
     }
 
-    /// A limit that its chunks exceed.
-    pub(crate) fn exceeded(&self) -> Option<usize> {
-        self.limits.iter().position(|limit| limit.used > limit.most)
+    /// How often a victim has to be looked for in vain until all chunks of the limit were looked
+    /// at; `None` if they do not exceed it.
+    pub(crate) fn looks_if_exceeded(&self, limit: usize) -> Option<usize> {
+        let limit = self.limits.get(limit).filter(|limit| limit.used > limit.most)?;
+        Some(limit.queue.len() / LOOKS + 1)
     }
 
     /// The chunk of a limit that goes next: the oldest one that was not read, or else the oldest;

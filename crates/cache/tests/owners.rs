@@ -118,6 +118,23 @@ fn within_a_limit_chunks_that_are_read_stay_and_held_ones_are_never_evicted() {
 }
 
 #[test]
+fn a_limit_whose_chunks_are_held_keeps_no_other_from_being_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let [a, b] = ["a", "b"].map(|image| cache.for_owner(&owner(image, "s")));
+    // More than are looked at for one victim, and those that are not held come last.
+    let small = |n: u64| [(n % 255) as u8 + 1; BLOCK as usize];
+    (0..5000).for_each(|n| assert!(a.admit(key(n), &small(n), Why::Read).is_some()));
+    (5000..5100).for_each(|n| assert!(b.admit(key(n), &small(n), Why::Read).is_some()));
+    let held: Vec<_> = (0..4990).map(key).collect();
+    let _hold = cache.hold(&held).unwrap();
+    let limit = |image: &str| (Scope::Image(image.to_owned()), 10 * BLOCK);
+    cache.limit_owners(vec![limit("a"), limit("b")]);
+    assert_eq!(here(&cache, 0..5000), 4990, "what is held stays, and nothing else");
+    assert_eq!(here(&cache, 5000..5100), 10);
+}
+
+#[test]
 fn chunks_of_an_earlier_server_are_claimed_and_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path());

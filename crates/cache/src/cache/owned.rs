@@ -69,22 +69,32 @@ impl Cache {
     }
 
     fn keep_limits(&self) {
+        let count = self.limits().len();
+        (0..count).for_each(|limit| self.keep_limit(limit));
+        self.shared.wake();
+    }
+
+    /// Evicts chunks of one limit until it holds, or all that are left are held.
+    fn keep_limit(&self, limit: usize) {
         let shared = &*self.shared;
-        let mut is_done = false;
-        while !is_done {
+        let mut in_vain = 0;
+        loop {
             let mut admin = lock(&shared.admin);
             for _ in 0..BATCH {
-                let evicted = admin.owners.exceeded().and_then(|limit| {
-                    admin.evict_of(limit, &shared.slots, &shared.index, &shared.arenas)
-                });
-                is_done = evicted.is_none();
-                shared.tally.evicted.add(evicted.unwrap_or_default());
-                if is_done {
-                    break;
+                let Some(looks) = admin.owners.looks_if_exceeded(limit) else { return };
+                if in_vain > looks {
+                    return;
+                }
+                match admin.evict_of(limit, &shared.slots, &shared.index, &shared.arenas) {
+                    Some(evicted) => {
+                        shared.tally.evicted.add(evicted);
+                        in_vain = 0;
+                    }
+                    // Others may follow those that are held.
+                    None => in_vain += 1,
                 }
             }
         }
-        shared.wake();
     }
 
     /// Bytes of chunks on the disk, by owner.
