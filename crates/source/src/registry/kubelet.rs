@@ -92,9 +92,15 @@ pub(super) fn credentials(
         Answer::Printed(printed) => printed,
         Answer::Failed(why) => return Err(why),
     };
-    let mut login = None;
+    let (mut login, mut wrong) = (None, None);
     for one in printed {
-        let (answer, keep) = understand(&one, &image, name.registry())?;
+        let (answer, keep) = match understand(&one, &image, name.registry()) {
+            Ok(understood) => understood,
+            Err(why) => {
+                wrong = wrong.or(Some(why));
+                continue;
+            }
+        };
         login = login.or_else(|| answer.login(&image));
         if keep {
             let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,7 +110,10 @@ pub(super) fn credentials(
             kept.push(answer);
         }
     }
-    Ok(login)
+    match wrong.filter(|_| login.is_none()) {
+        Some(why) => Err(why),
+        None => Ok(login),
+    }
 }
 
 /// A response as logins, and whether they are kept.
