@@ -15,6 +15,7 @@ use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode, Stdio},
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 use anyhow::Result;
@@ -74,7 +75,7 @@ fn digest<'de, D: Deserializer<'de>>(from: D) -> Result<OciDigest, D::Error> {
 }
 
 pub(super) fn fetch(context: &Context, root: &Path, args: &Fetch) -> Result<ExitCode> {
-    let containerd = Containerd(args);
+    let containerd = Containerd(args, AtomicU64::new(0));
     let has = containerd.blobs()?;
     let layers = containerd.layers(&has)?;
     let missing: Vec<_> =
@@ -161,8 +162,8 @@ fn repository_of(text: &str) -> &str {
     text.split_once('@').map_or(text, |(repository, _)| repository)
 }
 
-/// containerd, by its command `ctr`.
-struct Containerd<'a>(&'a Fetch);
+/// containerd, by its command `ctr`; and the number of blobs that it was given so far.
+struct Containerd<'a>(&'a Fetch, AtomicU64);
 
 /// A running `ctr`, which ends with this value.
 struct Ctr(Child);
@@ -264,7 +265,9 @@ impl Containerd<'_> {
         let failed = |e| Error::io("cannot run ctr, a command of containerd: add it to PATH", e);
         let (reader, writer) = std::io::pipe().map_err(failed)?;
         let (digest, size) = (layer.digest.to_string(), layer.size.to_string());
-        let key = format!("burgeon-{}", layer.digest.hex());
+        // Of this attempt alone: the next one must not go on behind bytes of another source.
+        let attempt = self.1.fetch_add(1, Relaxed);
+        let key = format!("burgeon-{}-{}-{attempt}", layer.digest.hex(), std::process::id());
         let words = ["content", "ingest", "--expected-digest", &digest, "--expected-size", &size];
         let mut command = self.ctr(&words);
         command.arg(&key).stdin(reader).stdout(Stdio::null()).stderr(Stdio::piped());
