@@ -5,7 +5,10 @@
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
-use crate::{backing::SlowDevice, device::Cached, locks::Locked, mode::Mode, write_back::lost};
+use crate::{
+    backing::SlowDevice, device::Cached, drain::DRAINED_MAX, locks::Locked, mode::Mode,
+    write_back::lost,
+};
 
 /// Times that an erasure finds new dirty blocks in its range, until it fails.
 const ROUNDS_MAX: u32 = 16;
@@ -82,7 +85,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             }
             // Writing back needs no lock of a block, but writers wait for this one.
             drop(locked);
-            self.store.drain(self.number, u64::MAX, usize::MAX)?;
+            let before = self.store.log_position();
+            while self.store.drain(self.number, before, DRAINED_MAX)? > 0 {}
         }
         let what = format!("{} is written to faster than it is written back", self.name());
         Err(Error::new(ErrorKind::Unavailable, what))

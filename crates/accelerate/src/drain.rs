@@ -28,6 +28,10 @@ use crate::{
     write_back::{TURN, lost},
 };
 
+/// Blocks that are written back in one step, 64 MiB: what a step holds in memory, and what is lost of
+/// its work if the server dies.
+pub(crate) const DRAINED_MAX: usize = 16384;
+
 impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     /// Writes back dirty blocks whose records are below `before` ([`Store::log_position`]), the oldest
     /// first, about `blocks` of them. Returns how many are left below it.
@@ -121,8 +125,16 @@ impl<C: LocalFile> Store<C> {
             (0..DEVICES_MAX as u8).filter(|device| self.attached(*device).is_ok()).collect();
         let mut drained = Ok(());
         for device in devices {
-            let done = self.drain_in_turn(log, device, (before, usize::MAX), throttle);
-            drained = drained.and(done.map(drop));
+            // In steps, of which each is recorded: a server that dies begins with the next one.
+            let done = loop {
+                match self.drain_in_turn(log, device, (before, DRAINED_MAX), throttle) {
+                    Ok(0) => break Ok(()),
+                    Ok(_) if want == WriteBackScope::Room && log.has_room() => return Ok(()),
+                    Ok(_) => {}
+                    Err(error) => break Err(error),
+                }
+            };
+            drained = drained.and(done);
             if self.has_failed() {
                 return drained;
             }

@@ -54,7 +54,8 @@ impl<C: LocalFile> Store<C> {
             identity.go_on_from(stored.sequence);
         }
         identity.take(device);
-        self.put_identity(number, identity)
+        // What is not stored is taken anew the next time.
+        self.put_identity(number, identity).inspect_err(|_| identity.leave())
     }
 
     /// Goes on with the stored identity; false if there is none.
