@@ -75,6 +75,8 @@ struct Device {
     /// Keeps the loop device, which goes with its last user.
     /// The file is closed by the first attempt to detach, which may have failed.
     looped: Option<(Option<File>, PathBuf)>,
+    /// A server has served it.
+    has_begun: bool,
     /// The result of the flush before the last close.
     flushed: Option<mpsc::Receiver<io::Result<()>>>,
 }
@@ -232,6 +234,7 @@ impl Supervisor {
             warm,
             resends,
             looped: None,
+            has_begun: false,
             flushed: None,
         });
         let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
@@ -450,6 +453,7 @@ impl Supervisor {
                 self.warm = true;
                 for device in &mut self.devices {
                     device.warm = true;
+                    device.has_begun = true;
                     // What was accepted is lost by now.
                     device.options.accept_loss = false;
                 }
@@ -476,7 +480,8 @@ impl Device {
             mode: self.options.mode.clone(),
             cutoff: self.options.cutoff,
             warm: self.warm,
-            is_in_use: self.looped.is_some(),
+            // Half detached, it has no loop device, and its claim was never interrupted.
+            is_in_use: self.looped.is_some() || self.has_begun,
             accept_loss: self.options.accept_loss,
             resends: self.resends,
         }
