@@ -21,7 +21,10 @@ use burgeon_accelerate::{Dirty, SlowDevice};
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::{disk::Disk, folder::Folder};
+use crate::{
+    disk::{Disk, PARTITION},
+    folder::Folder,
+};
 
 /// The most ranges of a device that are recorded; more are joined to fewer, longer ones.
 const RANGES_MAX: usize = 100_000;
@@ -46,6 +49,22 @@ impl Owner {
         Self { slow: slow.origin(), serial: slow.serial(), cache: hex(cache), changed: false }
     }
 
+    /// True if `slow` is probably this device, its disk, or a partition of it.
+    fn overlaps(&self, slow: &Disk) -> bool {
+        let (Some(known), Some(serial)) = (&self.serial, slow.serial()) else {
+            return self.is(slow);
+        };
+        let parts = |serial: &str| {
+            let (disk, partition) = match serial.split_once(PARTITION) {
+                Some((disk, number)) => (disk, Some(number)),
+                None => (serial, None),
+            };
+            (disk.to_owned(), partition.map(str::to_owned))
+        };
+        let ((disk, one), (other_disk, other)) = (parts(known), parts(&serial));
+        disk == other_disk && (one.is_none() || other.is_none() || one == other)
+    }
+
     /// True if `slow` is probably this device.
     pub(crate) fn is(&self, slow: &Disk) -> bool {
         match (&self.serial, slow.serial()) {
@@ -55,7 +74,8 @@ impl Owner {
     }
 }
 
-fn hex(id: [u8; 16]) -> String {
+/// The id of a cache device as text.
+pub(crate) fn hex(id: [u8; 16]) -> String {
     id.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -152,11 +172,11 @@ impl Owners {
 
 /// `Unavailable` if `slow` is a device that a cache has newer content of, but for `name` in the cache of
 /// `own`: whoever used it would use old content, and change it.
-pub(crate) fn refuse_elsewhere(own: &Folder, name: &str, slow: &Disk) -> Result<()> {
+pub fn refuse_elsewhere(own: &Folder, name: &str, slow: &Disk) -> Result<()> {
     for folder in own.siblings() {
         for (other, owner) in folder.dirty() {
             let is_own = folder.path() == own.path() && other == name;
-            if !is_own && owner.is(slow) {
+            if !is_own && owner.overlaps(slow) {
                 let (cache, slow) = (folder.name(), slow.path().display());
                 let what = format!(
                     "the cache {cache} has newer content of {slow}: attach it there as {other}, and detach \
@@ -312,7 +332,9 @@ mod tests {
         let path = state.path().join("slow");
         std::fs::write(&path, [0; 8192]).unwrap();
         let folders = ["fast", "other"].map(|name| Folder::of(state.path(), name).unwrap());
-        folders.iter().for_each(|folder| folder.record(&path).unwrap());
+        folders.iter().for_each(|folder| folder.record(&path, [1; 16]).unwrap());
+        assert_eq!(folders[0].cache().unwrap(), path);
+        assert!(folders[0].is_its_cache([1; 16]) && !folders[0].is_its_cache([2; 16]));
         let slow = Disk::open(&path).unwrap();
         refuse_elsewhere(&folders[0], "data", &slow).unwrap();
         Owners::at(&folders[1].owners()).put("data", &Owner::of(&slow, [7; 16])).unwrap();

@@ -151,6 +151,9 @@ fn serial_of(device: u64) -> Option<String> {
     serial_in(&PathBuf::from(format!("/sys/dev/block/{major}:{minor}")))
 }
 
+/// Stands between the serial number of a disk and the number of a partition.
+pub(crate) const PARTITION: &str = ", partition ";
+
 /// That of the device whose folder in sysfs this is; a partition has that of its disk, and its number.
 fn serial_in(folder: &Path) -> Option<String> {
     let read = |path: PathBuf| {
@@ -165,7 +168,7 @@ fn serial_in(folder: &Path) -> Option<String> {
     };
     let places = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid"];
     let serial = places.iter().find_map(|place| read(disk.join(place)))?;
-    Some(partition.map_or(serial.clone(), |number| format!("{serial}, partition {number}")))
+    Some(partition.map_or(serial.clone(), |number| format!("{serial}{PARTITION}{number}")))
 }
 
 impl AsFd for Disk {

@@ -1,7 +1,7 @@
 //! The folder of a cache in the state directory.
 //!
 //! ```text
-//!   accelerate/NAME/  device      path of the cache device, a line
+//!   accelerate/NAME/  device      path of the cache device, and its id, a line each
 //!                     supervise.sock   the supervisor, while it runs
 //!                     serve.sock  the server
 //!                     distrust    the content must not be used, but for dirty blocks
@@ -21,7 +21,10 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use serde_json::Value;
 
-use crate::control::{Ask, ask};
+use crate::{
+    control::{Ask, ask},
+    dirty::hex,
+};
 
 /// Limit for a supervisor to listen.
 const START_MAX: Duration = Duration::from_secs(20);
@@ -75,7 +78,7 @@ impl Folder {
     /// Path of the cache device. `NotFound` if there is no such cache.
     pub fn cache(&self) -> Result<PathBuf> {
         match fs::read_to_string(self.0.join("device")) {
-            Ok(text) => Ok(text.trim_end_matches('\n').into()),
+            Ok(text) => Ok(text.lines().next().unwrap_or_default().into()),
             Err(error) => {
                 let what = format!(
                     "there is no cache {}: `burgeon accelerate create` makes one",
@@ -86,12 +89,20 @@ impl Folder {
         }
     }
 
+    /// False if `id` is that of another cache device than the recorded one, whose path it may have
+    /// got since. Folders of earlier versions know no id.
+    pub fn is_its_cache(&self, id: [u8; 16]) -> bool {
+        let text = fs::read_to_string(self.0.join("device")).unwrap_or_default();
+        text.lines().nth(1).is_none_or(|known| known == hex(id))
+    }
+
     /// Records a new cache.
-    pub fn record(&self, cache: &Path) -> Result<()> {
+    pub fn record(&self, cache: &Path, id: [u8; 16]) -> Result<()> {
         let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
         let _ = fs::remove_file(self.distrust());
-        fs::write(self.0.join("device"), format!("{}\n", cache.display())).map_err(failed)?;
+        let text = format!("{}\n{}\n", cache.display(), hex(id));
+        fs::write(self.0.join("device"), text).map_err(failed)?;
         File::open(self.0.join("device")).and_then(|file| file.sync_all()).map_err(failed)
     }
 

@@ -23,6 +23,28 @@ use slow::{
 };
 use testkit::{Burgeon, Mounted, PATIENCE, Space, kill, processes_with, wait_until};
 
+/// The places of two cache devices are exchanged, as names of disks may be at a restart.
+#[test]
+fn a_cache_in_the_place_of_another_is_not_destroyed_for_it() {
+    let space = Space::new("back-swap");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let [one, two, away] = ["one", "two", "away"].map(|name| space.path(name));
+    for (name, path) in [("one", &one), ("two", &two)] {
+        let path = path.to_str().unwrap();
+        burgeon.ok(&["accelerate", "create", name, "--cache", path, "--size", "16M"]);
+    }
+    for (from, to) in [(&one, &away), (&two, &one), (&away, &two)] {
+        fs::rename(from, to).unwrap();
+    }
+    let before = [&one, &two].map(|path| hash_of(path));
+    for name in ["one", "two"] {
+        let done = burgeon.run(&["accelerate", "destroy", name, "--accept-loss"]);
+        assert_eq!(done.code, Some(0), "{done:#?}");
+        assert!(done.stderr.contains("is another cache device now"), "{done:#?}");
+    }
+    assert!([&one, &two].map(|path| hash_of(path)) == before);
+}
+
 /// Dirty blocks are written back on request alone.
 const LAZY: [&str; 2] = ["dirty-limit=100%", "dirty-age=1000000"];
 
@@ -137,6 +159,8 @@ fn what_was_flushed_survives_supervisor_and_server() {
     burgeon.ok(&["accelerate", "create", "second", "--cache", second, "--size", "16M"]);
     let elsewhere = ["accelerate", "attach", "second", slow.text(), "--name", "back-dead2"];
     burgeon.fails(&elsewhere, 5, "the cache fast has newer content");
+    let over = ["accelerate", "create", "third", "--cache", slow.text(), "--force"];
+    burgeon.fails(&over, 5, "the cache fast has newer content");
     let renamed = ["accelerate", "attach", "fast", slow.text(), "--name", "back-dead2"];
     burgeon.fails(&renamed, 5, "the cache fast has newer content");
     burgeon.ok(&["accelerate", "destroy", "second"]);

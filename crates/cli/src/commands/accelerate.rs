@@ -15,6 +15,7 @@ use anyhow::Result;
 use burgeon_accelerate::{Mode, format::Layout, policy::Kind};
 use burgeon_accelerator::{
     control::{Ask, Attach},
+    dirty::refuse_elsewhere,
     disk::Disk,
     folder::{Folder, check_name},
     probe,
@@ -225,12 +226,14 @@ fn create(
     }
     if !accept_loss {
         refuse_dirty(&disk, "create")?;
+        // It may be a slow device that looks empty, because a cache has its content.
+        refuse_elsewhere(&folder, "", &disk)?;
     }
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
     burgeon_accelerate::create_with(&disk, layout, id)?;
-    folder.record(&cache)?;
+    folder.record(&cache, id)?;
     let document = json!({ "name": name, "cache": cache, "size": disk.size() });
     tell(context, &document, |_| {
         println!("cache {name}: {} on {}", bytes(disk.size()), cache.display())
@@ -341,6 +344,17 @@ fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode>
     match Disk::open(&path) {
         // The name of a device may be that of another one since a restart.
         Ok(disk) => match probe::content(&disk, disk.size())? {
+            // One that cannot be read by its version is refused below.
+            Some(probe::CACHE)
+                if burgeon_accelerate::read_super(&disk, disk.size())
+                    .is_ok_and(|read| !folder.is_its_cache(read.id)) =>
+            {
+                let shown = path.display();
+                eprintln!(
+                    "note: {shown} is another cache device now, and was left alone: only the record of {name} \
+                     is removed"
+                );
+            }
             Some(probe::CACHE) => {
                 if !accept_loss {
                     refuse_dirty(&disk, "destroy")?;
