@@ -86,6 +86,10 @@ impl Shared {
         if !self.wants(&key, len, (why, owner), bounds) {
             return Ok(None);
         }
+        // Before the chunk is written: the owner's chunks may all be held.
+        if !self.make_room_of(&mut lock(&self.admin), owner, len, bounds.limit) {
+            return Ok(None);
+        }
         let reserved = self.reserve(blocks, bounds);
         let location = match reserved {
             Ok(Some(location)) => location,

@@ -135,6 +135,23 @@ fn a_limit_whose_chunks_are_held_keeps_no_other_from_being_kept() {
 }
 
 #[test]
+fn a_chunk_that_a_limit_of_held_chunks_refuses_is_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let a = cache.for_owner(&owner("a", "s"));
+    (0..8).for_each(|n| assert!(admit(&*a, n, Why::Read).is_some()));
+    let held: Vec<_> = (0..8).map(key).collect();
+    let _hold = cache.hold(&held).unwrap();
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), 8 * LEN)]);
+    let before = cache.report().address_space;
+    for n in 8..40 {
+        admit(&*a, n, Why::Read);
+    }
+    expect(&cache, &[("a", 8), ("nobody", 0)]);
+    assert_eq!(cache.report().address_space, before, "places were given");
+}
+
+#[test]
 fn chunks_of_an_earlier_server_are_claimed_and_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path());
