@@ -23,6 +23,38 @@ use slow::{
 };
 use testkit::{Burgeon, Mounted, PATIENCE, Space, kill, processes_with, wait_until};
 
+/// A mode that the server has refused is not that of the next server.
+#[test]
+fn a_refused_mode_is_not_remembered() {
+    let space = Space::new("back-refused");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let cache = space.path("cache");
+    let path = cache.to_str().unwrap();
+    let create = ["accelerate", "create", "fast", "--cache", path, "--size", "16M"];
+    burgeon.ok(&[&create[..], &["--log-size", "0"]].concat());
+    let slow = file_of(&space, "slow", 16);
+    let slow = slow.to_str().unwrap();
+    let attach = ["accelerate", "attach", "fast", slow, "--name", "back-refused"];
+    burgeon.ok(&[&attach[..], &["--mode", "write-around"]].concat());
+    let set = burgeon.run(&["accelerate", "set", "back-refused", "mode=write-back"]);
+    assert_ne!(set.code, Some(0), "{set:#?}");
+    let first = server_of(&burgeon).unwrap();
+    kill(first);
+    let next = || server_of(&burgeon).is_some_and(|server| server != first);
+    assert!(wait_until(PATIENCE, next), "no server follows");
+    let mode = || {
+        let text = burgeon.run(&["--json", "accelerate", "status"]).stdout;
+        let document: Value = serde_json::from_str(&text).unwrap_or_default();
+        document["caches"][0]["devices"][0]["mode"].clone()
+    };
+    assert!(wait_until(PATIENCE, || mode().is_string()), "the next server does not answer");
+    assert_eq!(mode(), "write-around");
+    burgeon.ok(&["accelerate", "detach", "back-refused"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
 /// The places of two cache devices are exchanged, as names of disks may be at a restart.
 #[test]
 fn a_cache_in_the_place_of_another_is_not_destroyed_for_it() {

@@ -3,10 +3,13 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::control::{Ask, Set};
+use burgeon_accelerator::{
+    control::{Ask, Set},
+    folder::Folder,
+};
 use burgeon_block::ErrorKind;
 
-use super::found::{find, tell};
+use super::found::{find, tell, text};
 use crate::{commands::Context, exit::Usage, quantities::parse_size};
 
 /// A length, or `off`.
@@ -64,6 +67,9 @@ fn parse(name: String, settings: &[String]) -> Result<Set, String> {
 pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode> {
     let set = parse(name, settings).map_err(Usage)?;
     let folder = find(context, &set.name)?;
+    let former = set.mode.as_ref().and_then(|_| mode_of(&folder, &set.name));
+    let former =
+        former.map(|mode| Set { name: set.name.clone(), mode: Some(mode), ..Set::default() });
     let set = Ask::Set(set);
     // First the supervisor: a server that starts in between has the settings of it.
     match folder.ask_supervisor(&set) {
@@ -71,8 +77,18 @@ pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Resul
         Err(error) if error.kind() == ErrorKind::Unavailable => {}
         remembered => drop(remembered?),
     }
-    let done = folder.ask_server(&set)?;
+    let done = folder.ask_server(&set).inspect_err(|_| {
+        // The servers to come must not have a mode that this one has refused.
+        former.into_iter().for_each(|former| drop(folder.ask_supervisor(&Ask::Set(former))));
+    })?;
     tell(context, &done, |_| ())
+}
+
+/// The mode in which the device is served.
+fn mode_of(folder: &Folder, name: &str) -> Option<String> {
+    let status = folder.ask_server(&Ask::Status).ok()?;
+    let device = status["devices"].as_array()?.iter().find(|device| text(&device["name"]) == name);
+    device.and_then(|device| device["mode"].as_str()).map(str::to_owned)
 }
 
 #[cfg(test)]
