@@ -5,12 +5,12 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use burgeon_accelerator::control::Ask;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::found::{find, tell, text};
 use crate::commands::Context;
 
-/// What was written before is on the slow device, durably, when this returns.
+/// Returns when all that was written before is durable on the slow device.
 pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
     let folder = find(context, &name)?;
     let mut before = None;
@@ -28,9 +28,11 @@ pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
 
 pub(super) fn detach(context: &Context, name: String, leave_dirty: bool) -> Result<ExitCode> {
     let folder = find(context, &name)?;
-    let mut done = Value::Null;
-    while done["is_detached"] != true {
-        done = folder.ask_supervisor(&Ask::Detach { name: name.clone(), leave_dirty })?;
+    let question = Ask::Detach { name: name.clone(), leave_dirty };
+    let mut done = folder.ask_supervisor(&question)?;
+    // A supervisor of an earlier version, which has no dirty blocks, does not say it.
+    while done["is_detached"] == false {
+        done = folder.ask_supervisor(&question)?;
     }
     let is_dirty = done["is_dirty"] == true;
     tell(context, &json!({ "name": name, "is_dirty": is_dirty }), |_| match is_dirty {
