@@ -187,7 +187,7 @@ impl<C: LocalFile> Store<C> {
             Some(absent) => self.attached(absent).map(drop),
             None => match self.write_back_together(log, want, throttle) {
                 Ok(retired) => return Ok(retired),
-                // What keeps one device from being written back keeps no other.
+                // One that cannot be written back keeps no other from it.
                 Err(error) => Err(error),
             },
         };

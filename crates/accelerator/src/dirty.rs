@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     disk::{Disk, PARTITION},
-    folder::Folder,
+    folder::{Folder, hex},
 };
 
 /// The most ranges of a device that are recorded; more are joined to fewer, longer ones.
@@ -74,11 +74,6 @@ impl Owner {
     }
 }
 
-/// The id of a cache device as text.
-pub(crate) fn hex(id: [u8; 16]) -> String {
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// The documents of a cache.
 pub(crate) struct Owners(PathBuf);
 
@@ -87,7 +82,7 @@ impl Owners {
         Self(folder.to_owned())
     }
 
-    /// What is known of a device.
+    /// The document of a device.
     pub(crate) fn get(&self, name: &str) -> Option<Owner> {
         read(&self.0.join(name))
     }

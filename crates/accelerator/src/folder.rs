@@ -21,10 +21,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use serde_json::Value;
 
-use crate::{
-    control::{Ask, ask},
-    dirty::hex,
-};
+use crate::control::{Ask, ask};
 
 /// Limit for a supervisor to listen.
 const START_MAX: Duration = Duration::from_secs(20);
@@ -184,6 +181,11 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// The id of a cache device as text.
+pub(crate) fn hex(id: [u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(id))
 }
 
 /// `Invalid` unless a name can be part of a path, and of a device's record.

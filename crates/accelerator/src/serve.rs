@@ -244,7 +244,7 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
         Ok(store) => {
             // Only here: nothing is served yet, so nobody can have recorded a newer failure.
             if plan.is_distrusted {
-                // What was written since the failure is in no mark.
+                // No mark has the writes since the failure.
                 Owners::at(&plan.owners).note_changed()?;
                 let _ = fs::remove_file(&plan.distrust);
             }

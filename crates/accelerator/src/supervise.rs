@@ -454,7 +454,7 @@ impl Supervisor {
                 for device in &mut self.devices {
                     device.warm = true;
                     device.has_begun = true;
-                    // What was accepted is lost by now.
+                    // The accepted loss has happened by now.
                     device.options.accept_loss = false;
                 }
                 Ok(())

@@ -159,7 +159,7 @@ struct Paced<'a> {
     last: Mutex<(Instant, u64, u64)>,
 }
 
-/// How long to wait before the next write, after one that took `took` for `bytes`.
+/// The pause before the next write, after one that took `took` for `bytes`.
 fn pause_after(took: Duration, bytes: u64, rate: u64, is_used: bool) -> Duration {
     let pause = match rate {
         0 if is_used => took * (PARTS - 1),

@@ -29,7 +29,7 @@ pub struct Owner {
     pub store: String,
 }
 
-/// What a limit is about.
+/// The owners that a limit is about.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Scope {
     /// All owners of this image.
@@ -196,8 +196,8 @@ impl Owners {
         limits.iter().any(|limit| self.limits[*limit].most < len)
     }
 
-    /// How often a victim has to be looked for in vain until all chunks of the limit were looked
-    /// at; `None` if they do not exceed it.
+    /// The number of vain looks for a victim after which all chunks of the limit were looked at;
+    /// `None` if they do not exceed it.
     pub(crate) fn looks_if_exceeded(&self, limit: usize) -> Option<usize> {
         let limit = self.limits.get(limit).filter(|limit| limit.used > limit.most)?;
         Some(limit.queue.len() / LOOKS + 1)

@@ -56,7 +56,7 @@ fn store(context: &Context, text: &str) -> Result<Option<Location>> {
     if let Some(named) = context.config.stores.named.get(text) {
         return Ok(Some(Location::parse(&named.value)?));
     }
-    // What has no digest is an image.
+    // With a digest, the name of a repository is that of an image's store; without, of an image.
     let is_pinned = |name: burgeon_block::Result<Name>| name.is_ok_and(|it| it.digest().is_some());
     let is_store = match Name::parse(text) {
         Some(name) => is_pinned(name),

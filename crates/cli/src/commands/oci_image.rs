@@ -177,7 +177,7 @@ fn find_named(
     })
 }
 
-/// What was done to have the image here.
+/// The work that has brought the image here.
 fn done(how: How) -> &'static str {
     match how {
         How::Built => "built",

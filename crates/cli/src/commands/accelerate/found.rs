@@ -1,4 +1,4 @@
-//! What the commands of a cache share: the cache of a device, and how a document is told.
+//! Shared by the commands of a cache: they find the cache of a device, and print a document.
 
 use std::process::ExitCode;
 

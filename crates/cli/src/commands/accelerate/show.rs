@@ -44,7 +44,7 @@ fn dirt(device: &Value) -> String {
     said
 }
 
-/// What is wrong with the caches of this host.
+/// Problems of the caches of this host.
 pub(crate) fn findings(context: &Context) -> Vec<Finding> {
     let mut findings = Vec::new();
     for folder in Folder::all(context.state.root()).into_iter().filter(|f| !f.dirty().is_empty()) {
