@@ -368,7 +368,15 @@ impl Serving {
     /// At the end without a supervisor, nobody else would write back.
     fn write_back_orphans(&self) {
         for device in self.devices.iter().filter(|_| self.is_orphan.load(SeqCst)) {
-            if let Err(error) = device.cached.write_back(u64::MAX, usize::MAX) {
+            let all = self.store.log_position();
+            let done = loop {
+                match device.cached.write_back(all, BLOCKS_AT_ONCE) {
+                    Ok(0) => break Ok(()),
+                    Ok(_) => {}
+                    Err(error) => break Err(error),
+                }
+            };
+            if let Err(error) = done {
                 let device = device.cached.name();
                 tracing::error!(device, %error, "dirty blocks are not written back, and stay in the cache");
             }

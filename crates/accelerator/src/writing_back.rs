@@ -128,8 +128,8 @@ impl WritingBack {
                     }
                 }
             };
-            let paced = Paced { of: self, rate, last: Mutex::new((Instant::now(), 0, 0)) };
-            let done = store.write_back_throttled(limits, self.now(), &paced);
+            let throttle = Throttled { of: self, rate, last: Mutex::new((Instant::now(), 0, 0)) };
+            let done = store.write_back_throttled(limits, self.now(), &throttle);
             wait = match &done {
                 Ok(true) => Duration::ZERO,
                 Ok(false) => LOOK,
@@ -152,7 +152,7 @@ impl WritingBack {
 }
 
 /// The throttle of one round.
-struct Paced<'a> {
+struct Throttled<'a> {
     of: &'a WritingBack,
     rate: u64,
     /// The end of the last pause, the bytes of the write behind it, and the users' requests until then.
@@ -169,7 +169,7 @@ fn pause_after(took: Duration, bytes: u64, rate: u64, is_used: bool) -> Duration
     pause.min(PAUSE_MAX)
 }
 
-impl Throttle for Paced<'_> {
+impl Throttle for Throttled<'_> {
     fn pause(&self, moment: &Moment<'_>) -> Result<()> {
         let last = || self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let (begun, bytes, requests) = *last();
