@@ -188,7 +188,7 @@ impl Mounted {
         Self(at.to_path_buf())
     }
 
-    /// Where.
+    /// The place.
     pub fn path(&self) -> &Path {
         &self.0
     }

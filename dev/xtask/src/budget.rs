@@ -12,7 +12,7 @@ use std::{fs, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::built;
+use crate::{built, cargo::cargo};
 
 /// The test that is counted; it says how many hits there were.
 const TEST: &str = "ublk::queue::hits::a_queue_answers_hits_from_the_cache";
@@ -61,9 +61,8 @@ fn verdict(counted: u64, budget: u64) -> Result<()> {
 
 /// Instructions a request.
 fn count(root: &Path) -> Result<u64> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command.args(["test", "--release", "--locked", "--package=burgeon-frontend", "--lib"]);
+    let mut command =
+        cargo(&["test", "--release", "--locked", "--package=burgeon-frontend", "--lib"]);
     command.args(["--no-run", "--message-format=json"]).current_dir(root);
     let program =
         built::executables(command, &[("burgeon-frontend", "burgeon_frontend")])?.remove(0);

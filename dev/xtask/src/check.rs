@@ -1,17 +1,17 @@
 //! Everything that has to hold, one step after another, with one line at the end.
 //!
 //! ```text
-//!   fmt ─► clippy ─► compile ─┬─► cargo test ───────────────────────────┬─► cargo deny ─► fuzzers ─► nothing left behind
-//!                             └─► older kernels, one by one ─► budget ──┤                                 │
-//!                                   "test result" lines, added up ──────┴─────────────────────────────────┴─► "N passed, N failed"
+//!   fmt ─► clippy ─► compile ─┬─► cargo test ────────────────────────────────────┬─► cargo deny ─► fuzzers ─► nothing left behind
+//!                             └─► older kernels, compiling fuzzers, budget ──────┤                                 │
+//!                                   "test result" lines, added up ───────────────┴─────────────────────────────────┴─► "N passed, N failed"
 //! ```
 //!
 //! The tests of this host wait for disks, deaths and time limits; an emulated guest keeps one
 //! processor busy. So they run in two lanes, and the lane that ends first takes what is left of the
-//! other. The fuzzers, which wait for nothing, share two lanes as well. A failed step does not stop
-//! the ones after it. A step whose tool is not installed is named as left out; it counts neither
-//! way. What hangs is killed, and what has not begun when the time is up fails: who waits for the
-//! summary waits for a bounded time.
+//! other. The fuzzers are compiled there, too, and then share two lanes. A failed step does not
+//! stop the ones after it. A step whose tool is not installed is named as left out; it counts
+//! neither way. What hangs is killed, and what has not begun when the time is up fails: who waits
+//! for the summary waits for a bounded time.
 
 use std::{
     iter,
@@ -28,16 +28,17 @@ use crate::{
     budget,
     cargo::{cargo, works},
     fuzz::{FUZZ, Fuzzers},
-    lab,
+    lab::{self, Lists},
     made::{Made, TEST_DIR},
-    outcome::{Errors, Outcome, Tally, watch},
+    outcome::{Errors, Outcome, Patience, Tally, watch},
     programs::QUICK,
 };
 
 /// Duration of each fuzz target in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 12;
 
-/// Time for everything, in minutes, unless asked otherwise.
+/// Time for everything, in minutes, unless asked otherwise. `.ci/run` gives what is left of its
+/// own.
 const MINUTES: u64 = 70;
 
 /// How long a test may be silent. The slowest say something each minute on an idle machine.
@@ -51,7 +52,8 @@ pub(crate) struct Options {
     /// Seconds that each fuzz target runs.
     #[arg(long, default_value_t = FUZZ_SECONDS)]
     fuzz_seconds: u32,
-    /// Minutes after which nothing new begins: what is left counts as failed.
+    /// Minutes after which nothing new begins, and what runs is killed: what is left counts as
+    /// failed.
     #[arg(long, default_value_t = MINUTES)]
     minutes: u64,
     /// Leave the older kernels out: for a quick run, never in CI.
@@ -68,6 +70,10 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let mut steps = Steps::new(root, &made);
     steps.until = Some(steps.begun + Duration::from_secs(60 * options.minutes));
     steps.lints();
+    // To run them is to compile them, later.
+    if !Fuzzers::are_installed() {
+        steps.lints_of_fuzzers();
+    }
     steps.tests_in_lanes(&options.arguments, options.no_lab)?;
     steps.licences();
     steps.fuzz(options.fuzz_seconds)?;
@@ -83,11 +89,23 @@ pub(crate) fn run_quick(root: &Path) -> Result<()> {
     let made = Made::begin(root)?;
     let mut steps = Steps::new(root, &made);
     steps.lints();
+    steps.lints_of_fuzzers();
     let mut arguments = vec!["--lib".to_owned(), "--bins".to_owned()];
     arguments.extend(QUICK.iter().flat_map(|name| ["--test".to_owned(), (*name).to_owned()]));
     steps.compile(&arguments);
     let tests = steps.tests(&arguments)?;
     steps.add(tests.watch(true)?);
+    made.remove();
+    steps.finish()
+}
+
+/// Runs the kernel tests on older kernels that take too long for [`run`]; an error when any failed.
+pub(crate) fn run_kernels(root: &Path) -> Result<()> {
+    let made = Made::begin(root)?;
+    let mut steps = Steps::new(root, &made);
+    testkit::debian_root().context("guests have no network, and need a Debian root")?;
+    let runs = steps.lab(Lists::Long);
+    steps.in_two_lanes("older kernels, in two lanes", None, runs.into_iter())?;
     made.remove();
     steps.finish()
 }
@@ -99,6 +117,8 @@ struct Run {
     errors: Errors,
     /// It has no tests of its own, and counts as one.
     is_check: bool,
+    /// How long it may be silent.
+    silence: Duration,
     /// Nothing waits for it longer.
     until: Option<Instant>,
 }
@@ -106,7 +126,7 @@ struct Run {
 impl Run {
     /// Runs it. Its output is shown as it comes, or when it has ended.
     fn watch(self, live: bool) -> Result<Outcome> {
-        let Self { name, mut command, errors, is_check, until } = self;
+        let Self { name, mut command, errors, is_check, silence, until } = self;
         let mut text = String::new();
         if let Some(until) = until {
             let left = until.saturating_duration_since(Instant::now());
@@ -116,7 +136,8 @@ impl Run {
             }
             command.env(lab::LIMIT, left.min(lab::LONGEST).as_secs().to_string());
         }
-        let mut outcome = watch(&name, command, errors, SILENCE, |line| match live {
+        let patience = Patience { silence, until };
+        let mut outcome = watch(&name, command, errors, patience, |line| match live {
             true => println!("{line}"),
             false => text.extend([line, "\n"]),
         })?;
@@ -181,17 +202,17 @@ impl<'a> Steps<'a> {
 
     fn lints(&mut self) {
         self.run("format", cargo(&["fmt", "--all", "--check"]));
-        let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
-        self.run("lints", cargo(&lints));
-        self.lints_of_fuzzers();
-    }
-
-    /// The fuzz targets are a workspace of their own: the lints of the others do not reach them,
-    /// and a type that got another name would be missed until they run, which is last.
-    fn lints_of_fuzzers(&mut self) {
         let manifest = format!("{FUZZ}/Cargo.toml");
         let format = ["fmt", "--manifest-path", &manifest, "--check"];
         self.run("format of the fuzz targets", cargo(&format));
+        let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
+        self.run("lints", cargo(&lints));
+    }
+
+    /// The fuzz targets are a workspace of their own: the lints of the others do not reach them,
+    /// and a type that got another name would be missed until somebody compiles them to run.
+    fn lints_of_fuzzers(&mut self) {
+        let manifest = format!("{FUZZ}/Cargo.toml");
         let lints = ["clippy", "--manifest-path", &manifest, "--locked", "--", "--deny=warnings"];
         let mut command = cargo(&lints);
         // Nothing is linked. Any file in the place of the fuzzing engine spares its C++ compiler.
@@ -230,7 +251,8 @@ impl<'a> Steps<'a> {
             command,
             errors: Errors::Along,
             is_check: false,
-            until: None,
+            silence: SILENCE,
+            until: self.until,
         })
     }
 
@@ -238,7 +260,7 @@ impl<'a> Steps<'a> {
     fn tests_in_lanes(&mut self, arguments: &[String], no_lab: bool) -> Result<()> {
         self.compile(arguments);
         let tests = self.tests(arguments)?;
-        let lab = if no_lab { self.leave_out_lab() } else { self.lab() };
+        let lab = if no_lab { self.leave_out_lab() } else { self.lab(Lists::Short) };
         // Guests have no network, so they would fail without it.
         if let Err(error) = testkit::debian_root() {
             println!("{error:#}");
@@ -252,9 +274,12 @@ impl<'a> Steps<'a> {
         command.arg("budget").current_dir(self.root);
         let name = "instructions of a hit".to_owned();
         let until = self.until;
-        let budget = Run { name, command, errors: Errors::Along, is_check: true, until };
-        // The longest first.
-        let rest = lab.into_iter().chain([budget]);
+        let (errors, is_check, silence) = (Errors::Along, true, SILENCE);
+        let budget = Run { name, command, errors, is_check, silence, until };
+        // What waits for nothing follows the guest that takes longest.
+        let mut rest = lab;
+        rest.splice(rest.len().min(1)..rest.len().min(1), self.fuzz_build());
+        let rest = rest.into_iter().chain([budget]);
         self.in_two_lanes("all of these, in two lanes", Some(tests), rest)
     }
 
@@ -292,21 +317,29 @@ impl<'a> Steps<'a> {
     }
 
     /// The kernel tests on each older kernel.
-    fn lab(&mut self) -> Vec<Run> {
+    fn lab(&mut self, lists: Lists) -> Vec<Run> {
         self.run("what the lab needs", {
             let mut need = Command::new(self.root.join("dev/need"));
             need.args(lab::NEEDS);
             need
         });
-        let runs = lab::runs(self.root, || cargo(&[])).unwrap_or_else(|error| {
+        let runs = lab::runs(self.root, lists, || cargo(&[])).unwrap_or_else(|error| {
             println!("{error:#}");
             self.count("test programs for the lab", false);
             Vec::new()
         });
         let until = self.until;
-        let run =
-            |(name, command)| Run { name, command, errors: Errors::Apart, is_check: false, until };
+        let (errors, is_check, silence) = (Errors::Apart, false, SILENCE);
+        let run = |(name, command)| Run { name, command, errors, is_check, silence, until };
         runs.into_iter().map(run).collect()
+    }
+
+    /// Compiles the fuzz targets. The compiler is silent while it works on all of them.
+    fn fuzz_build(&self) -> Option<Run> {
+        let fuzzers = Fuzzers::are_installed().then(|| Fuzzers::new(self.root, &self.made.folder));
+        let (name, command) = ("compiling the fuzz targets".to_owned(), fuzzers?.build());
+        let (errors, is_check, silence) = (Errors::Along, true, 3 * SILENCE);
+        Some(Run { name, command, errors, is_check, silence, until: self.until })
     }
 
     fn add(&mut self, outcome: Outcome) {
@@ -358,7 +391,6 @@ impl<'a> Steps<'a> {
             return Ok(());
         }
         let fuzzers = Fuzzers::new(self.root, &self.made.folder);
-        self.run("compiling the fuzz targets", fuzzers.build());
         let targets = fuzzers.targets()?;
         if targets.is_empty() {
             self.count("fuzz targets", false);
@@ -369,7 +401,7 @@ impl<'a> Steps<'a> {
         let mut runs = Vec::new();
         for target in &targets {
             let (name, command) = (named(target), fuzzers.run(target, seconds)?);
-            runs.push(Run { name, command, errors, is_check: true, until });
+            runs.push(Run { name, command, errors, is_check: true, silence: SILENCE, until });
         }
         self.in_two_lanes("the fuzzers, in two lanes", None, runs.into_iter())?;
         for target in targets.iter().filter(|target| self.failed.contains(&named(target))) {
@@ -446,7 +478,7 @@ fn triple() -> Result<String> {
 mod tests {
     use std::{process::Command, time::Instant};
 
-    use super::{Errors, Run, Tally, run_lane};
+    use super::{Errors, Run, SILENCE, Tally, run_lane};
 
     #[test]
     fn a_lane_adds_up_what_its_commands_say() {
@@ -454,7 +486,8 @@ mod tests {
             let mut command = Command::new("echo");
             command.arg(text);
             let name = name.into();
-            Run { name, command, errors: Errors::Apart, is_check: false, until: None }
+            let (errors, is_check, silence) = (Errors::Apart, false, SILENCE);
+            Run { name, command, errors, is_check, silence, until: None }
         };
         let bad = "test b ... FAILED\ntest result: FAILED. 4 passed; 1 failed; 0 ignored";
         let runs = [says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
@@ -474,7 +507,8 @@ mod tests {
         let run = |program: &str| {
             let command = Command::new(program);
             let name = "it".into();
-            let run = Run { name, command, errors: Errors::Along, is_check: true, until: None };
+            let (errors, is_check, silence) = (Errors::Along, true, SILENCE);
+            let run = Run { name, command, errors, is_check, silence, until: None };
             run.watch(false).unwrap()
         };
         assert_eq!(run("true").tally, Tally { passed: 1, failed: 0 });
@@ -486,7 +520,8 @@ mod tests {
     fn what_has_no_time_left_fails() {
         let (name, command) = ("it".to_owned(), Command::new("true"));
         let until = Some(Instant::now());
-        let run = Run { name, command, errors: Errors::Apart, is_check: false, until };
+        let (errors, is_check, silence) = (Errors::Apart, false, SILENCE);
+        let run = Run { name, command, errors, is_check, silence, until };
         let outcome = run.watch(false).unwrap();
         assert_eq!((outcome.good, outcome.failed), (false, vec!["it (no time left)".to_owned()]));
         assert_eq!(outcome.tally, Tally { passed: 0, failed: 1 });

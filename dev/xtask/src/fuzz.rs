@@ -37,6 +37,8 @@ impl Fuzzers {
     fn cargo_fuzz(&self, verb: &str) -> Command {
         let mut command = cargo_by_rustup(&["+nightly", "fuzz", verb, "--fuzz-dir"]);
         command.arg(&self.crate_folder);
+        // A run of seconds: optimising for longer takes more time than it gives.
+        command.env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1");
         command
     }
 

@@ -45,6 +45,8 @@ enum Command {
     Torment(torment::Options),
     /// Run format, lints, unit, property and simulation tests; ends with `N passed, N failed`.
     Check,
+    /// Run the tests on older kernels that take too long for `test`.
+    Kernels,
     /// Run everything that has to hold; ends with `N passed, N failed`.
     Test(check::Options),
 }
@@ -57,6 +59,7 @@ fn main() -> anyhow::Result<()> {
         Command::Proofs(options) => proofs::run(&root(), &options),
         Command::Torment(options) => torment::run(&root(), &options),
         Command::Check => check::run_quick(&root()),
+        Command::Kernels => check::run_kernels(&root()),
         Command::Test(options) => check::run(&root(), &options),
     }
 }

@@ -62,14 +62,40 @@ pub(crate) enum Errors {
     Along,
 }
 
+/// How long a command may run.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    /// Without a line. Then the program that it runs is killed, and the next one may go on: a test
+    /// that hangs fails with its name.
+    pub(crate) silence: Duration,
+    /// In all: from then on, each program that it runs is killed.
+    pub(crate) until: Option<Instant>,
+}
+
+impl Patience {
+    /// How long to wait for a line; the reason to kill what runs then.
+    fn wait(&self) -> (Duration, String) {
+        /// Until what was killed has ended, and the next one has begun.
+        const BETWEEN: Duration = Duration::from_millis(200);
+        let silence = self.silence;
+        match self.until.map(|until| until.saturating_duration_since(Instant::now())) {
+            Some(left) if left < silence => (left.max(BETWEEN), "the time is up".to_owned()),
+            _ => (silence, format!("no line for {} s", silence.as_secs())),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
+    }
+}
+
 /// Runs such a command, shows each line, and adds them up. The programs that it runs are killed,
-/// one at a time, when no line has come for `silence`: a test that hangs fails with its name, and
-/// those after it run.
+/// one at a time, when `patience` is at an end.
 pub(crate) fn watch(
     name: &str,
     mut command: Command,
     errors: Errors,
-    silence: Duration,
+    patience: Patience,
     mut show: impl FnMut(&str),
 ) -> Result<Outcome> {
     show(&format!("== {name}"));
@@ -86,19 +112,27 @@ pub(crate) fn watch(
     drop(command);
     let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
     let mut ran = Ran::default();
-    let lines = lines(output);
+    let (lines, mut is_told) = (lines(output), false);
     loop {
-        let line = match lines.recv_timeout(silence) {
+        let (wait, why) = patience.wait();
+        let line = match lines.recv_timeout(wait) {
             Ok(line) => line?,
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
-                let line = format!("no line for {} s: killing its program", silence.as_secs());
-                show(&line);
-                said.lines.push(format!("{name}: {line}"));
+                let line = format!("{why}: killing its program");
+                // The end of the time is told once.
+                if !is_told {
+                    show(&line);
+                    said.lines.push(format!("{name}: {line}"));
+                }
+                is_told = patience.is_over();
                 kill_children(child.id());
                 continue;
             }
         };
+        if patience.is_over() {
+            kill_children(child.id());
+        }
         show(&line);
         let one = result_line(&line);
         tally.passed += one.passed;
@@ -225,9 +259,14 @@ impl Said {
 
 #[cfg(test)]
 mod tests {
-    use std::{process::Command, time::Duration};
+    use std::{
+        process::Command,
+        time::{Duration, Instant},
+    };
 
-    use super::{Errors, Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line, watch};
+    use super::{
+        Errors, Patience, Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line, watch,
+    };
 
     #[test]
     fn the_output_of_a_failed_test_is_kept_to_its_bound() {
@@ -248,9 +287,21 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "sleep 1000; echo 'test result: ok. 1 passed; 0 failed'"]);
         let silence = Duration::from_millis(200);
-        let outcome = watch("it", command, Errors::Apart, silence, |_| ()).unwrap();
+        let patience = Patience { silence, until: None };
+        let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
         assert_eq!(outcome.tally, Tally { passed: 1, failed: 0 });
         assert!(outcome.said[0].starts_with("it: no line for 0 s"), "{:?}", outcome.said);
+    }
+
+    #[test]
+    fn every_program_is_killed_when_the_time_is_up() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "for n in 1 2 3; do sleep 1000; done; exit 7"]);
+        let silence = Duration::from_secs(1000);
+        let patience = Patience { silence, until: Some(Instant::now()) };
+        let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
+        assert!(!outcome.good);
+        assert_eq!(outcome.said, ["it: the time is up: killing its program"]);
     }
 
     #[test]

@@ -3,9 +3,11 @@
 //! The program itself (`crates/cli/tests/torment/`) says what it does; `make test` runs it for a
 //! minute.
 
-use std::{path::Path, process::Command};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+
+use crate::cargo::cargo;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -20,8 +22,8 @@ pub(crate) struct Options {
 /// Builds the release program and torments it. An error if a byte was wrong, a wait had no end, or
 /// anything was left behind.
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(["test", "--release", "--locked", "--package", "burgeon", "--test", "torment"]);
+    let mut command =
+        cargo(&["test", "--release", "--locked", "--package", "burgeon", "--test", "torment"]);
     command.current_dir(root).env("TORMENT_SECONDS", (options.minutes * 60).to_string());
     if let Some(seed) = options.seed {
         command.env("TORMENT_SEED", seed.to_string());

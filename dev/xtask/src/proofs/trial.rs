@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::{
+    cargo::cargo,
     made::{Made, TEST_DIR},
     outcome::result_line,
 };
@@ -94,8 +95,8 @@ impl Trial {
     }
 
     fn cargo(&self, arguments: &[String]) -> Command {
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["test", "--quiet", "--locked"]).args(arguments).current_dir(&self.tree);
+        let mut cargo = cargo(&["test", "--quiet", "--locked"]);
+        cargo.args(arguments).current_dir(&self.tree);
         cargo.env("CARGO_TARGET_DIR", self.tree.with_file_name("build"));
         // Each build runs once: optimising it and its debug information cost more than they save.
         cargo.env("CARGO_PROFILE_DEV_DEBUG", "0").env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
