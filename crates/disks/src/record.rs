@@ -240,9 +240,14 @@ impl DiskRecord {
                     Unit::Name(bytes) => Some((bytes, UnitOrigin::Name)),
                     Unit::Unknown => None,
                 };
+                let unit = match (stated, measured()) {
+                    // A name that complete measurements disprove: nobody knows.
+                    (Some((name, UnitOrigin::Name)), Some((found, _))) if name != found => None,
+                    (stated, measured) => stated.or(measured),
+                };
                 // A stated unit that is impossible does not become certain by a measurement: the
                 // two contradict each other.
-                stated.or_else(measured).and_then(total).filter(is_possible)
+                unit.and_then(total).filter(is_possible)
             };
         let kernel = |sectors: u64| sectors.saturating_mul(SECTOR);
         let (read, written) = (kernel(seen.before.read), kernel(seen.before.written));

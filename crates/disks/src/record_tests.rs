@@ -145,6 +145,23 @@ fn a_named_unit_that_the_kernel_disproves_is_unknown() {
     assert_eq!(disk.look(&mut record).written, None);
 }
 
+/// The name says GiB, and the drive counts 32 MiB: no rate of its link disproves it.
+#[test]
+fn a_named_unit_that_measurements_disprove_is_unknown() {
+    let mut disk = Disk::new(32 << 20, 0);
+    disk.states(Unit::Name(GIB));
+    let mut record = DiskRecord::default();
+    let mut seen = Vec::new();
+    for _ in 0..6 {
+        disk.moves(8 * GIB, 0);
+        seen.push(disk.look(&mut record).written.map(|written| written.unit_bytes));
+    }
+    assert_eq!(seen.last(), Some(&None), "{seen:?}");
+    disk.states(Unit::Name(32 << 20));
+    disk.moves(8 * GIB, 0);
+    assert_eq!(disk.look(&mut record).written.unwrap().unit_source, UnitOrigin::Name);
+}
+
 #[test]
 fn years_left_follow_from_endurance_and_rate() {
     let mut disk = Disk::new(512, 1000 * GIB);

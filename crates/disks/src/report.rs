@@ -229,8 +229,14 @@ fn attribute(all: &Value, direction: Direction) -> Option<Figure> {
         (!matches!(unit, NamedUnit::Bytes(_)), !matches!(id, 241 | 242), *id)
     });
     let (id, unit, raw) = found.into_iter().next().or_else(|| table.iter().find_map(unnamed))?;
-    // smartctl calls attribute 241 "Total_LBAs_Written" for drives that it does not know.
-    let is_known = all["in_smartctl_database"].as_bool() == Some(true);
+    // smartctl calls attribute 241 "Total_LBAs_Written" for drives that it does not know, and for
+    // some that it knows (Dell's S3520): those count in the unit that another name tells.
+    let in_bytes = |entry: &'_ Value| {
+        let (id, name) = (entry["id"].as_u64()?, entry["name"].as_str()?);
+        matches!(host_counter(id, name)?.1, NamedUnit::Bytes(_)).then_some(())
+    };
+    let is_known = all["in_smartctl_database"].as_bool() == Some(true)
+        && table.iter().find_map(in_bytes).is_none();
     let unit = match unit {
         NamedUnit::Bytes(bytes) => Unit::Name(bytes),
         NamedUnit::LogicalBlocks if is_known => {

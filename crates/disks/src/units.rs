@@ -155,7 +155,7 @@ impl Window {
     }
 }
 
-/// The windows of one counter that agree, in a row.
+/// Consecutive windows of one counter that agree.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Evidence {
     candidate: u64,
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// What the kernel and the drive say after the kernel moved `bytes` and others `foreign`.
+    /// Counters of the kernel and the drive after the kernel moved `bytes` and others `foreign`.
     fn window(unit: u64, bytes: u64, foreign: u64) -> Window {
         let ticks = (u128::from(bytes) + u128::from(foreign)) / u128::from(unit);
         Window { ticks: ticks as u64, bytes: (bytes, bytes) }

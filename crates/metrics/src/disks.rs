@@ -25,6 +25,8 @@ pub struct DiskNow {
     pub model: String,
     /// Serial number, or empty.
     pub serial: String,
+    /// World-wide name, or empty.
+    pub wwn: String,
     /// Bytes read by this host.
     pub read_bytes: u64,
     /// Bytes written by this host.
@@ -35,4 +37,6 @@ pub struct DiskNow {
     pub life_written_bytes: Option<u64>,
     /// Endurance used, in percent.
     pub endurance_used_percent: Option<u64>,
+    /// Time until the endurance is used at the present rate, in seconds.
+    pub endurance_left_seconds: Option<u64>,
 }

@@ -31,7 +31,7 @@ fn mounts_now(source: &Exported<'_>, mut show: impl FnMut(&MountNow)) {
 
 fn disks(source: &Exported<'_>, mut show: impl FnMut(&[&str], &DiskNow)) {
     let shown = source.disks.disks.iter().take(DISKS_MAX);
-    shown.for_each(|disk| show(&[&disk.name, &disk.model, &disk.serial], disk));
+    shown.for_each(|disk| show(&[&disk.name, &disk.model, &disk.serial, &disk.wwn], disk));
 }
 
 /// Each tier of the values of a mount or store.
@@ -51,7 +51,7 @@ fn cache_total(
     daemon(source, |it| samples.count(&[], of(&it.cache)));
 }
 
-const DISK: &[&str] = &["disk", "model", "serial"];
+const DISK: &[&str] = &["disk", "model", "serial", "wwn"];
 
 macro_rules! family {
     ($name:literal, $kind:ident, $labels:expr, $help:literal, $samples:expr) => {
@@ -116,7 +116,7 @@ pub const FAMILIES: &[Family] = &[
         "burgeon_differing_layers",
         Gauge,
         &[],
-        "Layers that unpack to another digest than an image states.",
+        "Layers that unpack to another digest than an image states, or hold other files than their table of contents lists.",
         |it, out| {
             daemon(it, |it| out.count(&[], it.differing_layers));
         }
@@ -550,6 +550,17 @@ pub const FAMILIES: &[Family] = &[
         |it, out| {
             disks(it, |labels, disk| {
                 disk.endurance_used_percent.into_iter().for_each(|n| out.share(labels, n, 100));
+            });
+        }
+    ),
+    family!(
+        "burgeon_disk_endurance_left_seconds",
+        Gauge,
+        DISK,
+        "Time until the endurance is used at the present rate; missing unless certain.",
+        |it, out| {
+            disks(it, |labels, disk| {
+                disk.endurance_left_seconds.into_iter().for_each(|n| out.count(labels, n))
             });
         }
     ),

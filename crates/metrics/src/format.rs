@@ -42,7 +42,7 @@ pub struct Family {
     pub(crate) samples: fn(&Exported<'_>, &mut Samples<'_>),
 }
 
-/// What is exported.
+/// The figures that are exported.
 #[derive(Debug)]
 pub(crate) struct Exported<'a> {
     /// Missing while no daemon runs.

@@ -44,7 +44,7 @@ mod tests {
             ["x".repeat(200), "x".repeat(201)],
         ] {
             assert_ne!(label(&a), label(&b));
-            // What is shown is shown the same way when it is shortened before.
+            // A text is shown the same way if it was shortened before.
             assert_eq!(label(&label(&a)), label(&a));
         }
     }

@@ -18,7 +18,7 @@ const TIER_LEN: usize = BOUNDS.len() + 3;
 const OTHERS: usize = 2 * TIER_LEN;
 const LEN: usize = OTHERS + 8;
 
-/// Where the bytes of a read were.
+/// The place where a read has found its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tier {
     /// On this host.
@@ -47,7 +47,7 @@ impl Tier {
     }
 }
 
-/// What reads have done, for a mount or a store.
+/// The counters of a mount's or a store's reads.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(from = "Vec<u64>", into = "Vec<u64>")]
 pub struct Values([u64; LEN]);
@@ -178,7 +178,7 @@ impl Values {
         sums.for_each(|(value, more)| *value = value.saturating_add(more));
     }
 
-    /// What has been counted since `before`. Counters that have gone down were made anew.
+    /// The difference from `before`. Counters that have gone down were made anew.
     pub(crate) fn since(&self, before: &Self) -> Option<Self> {
         let mut new = Self::default();
         for (index, value) in new.0.iter_mut().enumerate() {
@@ -193,7 +193,7 @@ impl Values {
     }
 }
 
-/// What the host's cache has done.
+/// The counters of the host's cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct CacheValues {

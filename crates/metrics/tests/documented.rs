@@ -69,6 +69,7 @@ fn full(mounts: usize) -> String {
         life_read_bytes: Some(1),
         life_written_bytes: Some(1),
         endurance_used_percent: Some(1),
+        endurance_left_seconds: Some(1),
         ..DiskNow::default()
     };
     let disks = Disks { seen_unix_seconds: 1, disks: (0..DISKS_MAX + 9).map(disk).collect() };
