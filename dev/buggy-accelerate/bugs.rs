@@ -309,7 +309,7 @@ pub const BUGS: &[Bug] = &[
     ),
     bug(
         "PassDirty",
-        "a write that goes round the log passes a dirty version",
+        "a write that bypasses the log passes a dirty version",
         &[(
             "dirty.rs",
             "        Ok((wants && log.takes_more()) || self.meets_dirty(at, len))",
@@ -357,8 +357,8 @@ pub const BUGS: &[Bug] = &[
         "a read passes a dirty version",
         &[(
             "device.rs",
-            "                self.store.get_dirty(key, part, &self.counts)?",
-            "                (!BUG && self.store.get_dirty(key, part, &self.counts)?)",
+            "                let tier = match self.store.get_dirty(key, part, &self.counts)? {",
+            "                let tier = match !BUG && self.store.get_dirty(key, part, &self.counts)? {",
         )],
     ),
     bug(
@@ -385,12 +385,12 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     bug(
-        "WriteBackChangesIdentity",
-        "the identity does not have what was written back",
+        "SamplesOfBlocksThatAreWrittenBack",
+        "the identity has the former content of a block that is being written back",
         &[(
-            "drain.rs",
-            "            backing.identity.note_written(of(*device));",
-            "            if !BUG { backing.identity.note_written(of(*device)); }",
+            "identity.rs",
+            "            state.changed |= state.samples.remove(&block).is_some();",
+            "            if !BUG { state.changed |= state.samples.remove(&block).is_some(); }",
         )],
     ),
     bug(

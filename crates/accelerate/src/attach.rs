@@ -6,8 +6,8 @@
 //!   Cold ──► all blocks are dropped; slow sync ──► identity ──► no marks
 //! ```
 //!
-//! Invariant: dirty blocks never meet a device that is not theirs. They are written back to it, or the
-//! caller has accepted their loss.
+//! Invariant: dirty blocks never meet a device that is not theirs. They are written back to it, or
+//! the caller has accepted their loss.
 
 use std::sync::{
     Arc, Mutex,
@@ -19,7 +19,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use crate::{
     backing::{Backing, Pending, SlowDevice},
     counters::{Count, Counts},
-    device::{Cached, Options},
+    device::{CachedDevice, DeviceOptions},
     format::{DeviceRecord, REGION},
     identity::{Clean, Identity},
     keys::Key,
@@ -41,18 +41,18 @@ struct Begun {
     is_lost: bool,
 }
 
-impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
-    /// Attaches `slow` as `name`. A new device, and one that others may have written to (`trust`, or
-    /// that of its store), begins without content.
+impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
+    /// Attaches `slow` as `name`. A new device, and one that others may have written to (`trust`,
+    /// or that of its store), begins without content.
     ///
-    /// `Invalid` if the device had another size when it was attached last, or if the cache has dirty
-    /// blocks of another device of this name.
+    /// `Invalid` if the device had another size when it was attached last, or if the cache has
+    /// dirty blocks of another device of this name.
     pub fn attach(
         store: Arc<Store<C>>,
         slow: S,
         name: &str,
         trust: Trust,
-        options: Options,
+        options: DeviceOptions,
     ) -> Result<Self> {
         if store.has_failed() {
             // It is served all the same, without a cache.
@@ -89,19 +89,20 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         }
     }
 
-    fn without_cache(store: Arc<Store<C>>, slow: S, name: &str, options: Options) -> Self {
+    fn without_cache(store: Arc<Store<C>>, slow: S, name: &str, options: DeviceOptions) -> Self {
         let number = store.record(name).map_or(0, |(number, _)| number);
         let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
         let identity = Arc::new(Identity::new(None, 0, store.id(), number));
         Self::new(store, slow, name, (number, record, identity), marks, options)
     }
 
-    /// The record of a device that was attached before; `None` if it is to be attached as a new one.
+    /// The record of a device that was attached before; `None` if it is to be attached as a new
+    /// one.
     fn known(
         store: &Store<C>,
         slow: &S,
         (number, record): (u8, DeviceRecord),
-        options: Options,
+        options: DeviceOptions,
     ) -> Result<Option<(u8, DeviceRecord)>> {
         let name = record.name();
         let dirty = store.log.as_ref().map_or(0, |log| log.count(Some(number)));
@@ -111,10 +112,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         } else if dirty > 0 && !options.is_in_use {
             let marks = store.load_marks(&record);
             let is_left_out = |block: u64| {
-                let key = Key { device: number, block };
-                options.is_changed
-                    || marks.is_marked((block * BLOCK_SIZE / REGION) as u32)
-                    || store.log.as_ref().is_some_and(|log| log.find(key).is_some())
+                options.is_changed || marks.is_marked((block * BLOCK_SIZE / REGION) as u32)
             };
             store.compare_identity(number, slow, is_left_out)
         } else {
@@ -163,7 +161,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         slow: &S,
         (number, record): (u8, DeviceRecord),
         identity: &Identity,
-        (is_warm, options): (bool, Options),
+        (is_warm, options): (bool, DeviceOptions),
     ) -> Result<Begun> {
         let first = record.bitmap_first.get();
         let is_its = |key: Key| key.device == number;
@@ -211,7 +209,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         name: &str,
         (number, record, identity): (u8, DeviceRecord, Arc<Identity>),
         marks: Marks,
-        options: Options,
+        options: DeviceOptions,
     ) -> Self {
         let slow = Arc::new(slow);
         let counts = Counts::from_stored(record.counters.map(|counter| counter.get()));

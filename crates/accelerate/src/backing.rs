@@ -1,12 +1,12 @@
 //! A slow device, and what of it a flush still has to make durable.
 //!
 //! ```text
-//!   changes that go round the log ── begin, end ──► pending ── sync ──► durable
+//!   changes that bypass the log ── begin, end ──► pending ── sync ──► durable
 //!   blocks of the log ── write_back ──► sync: a failure costs nothing, they stay in the log
 //! ```
 //!
-//! Invariant: a failed sync fails all later flushes and changes if a change may be lost by it, because
-//! the kernel reports a loss once.
+//! Invariant: a failed sync fails all later flushes and changes if a change may be lost by it,
+//! because the kernel reports a loss once.
 
 use std::sync::{
     Arc, Mutex, PoisonError,

@@ -32,7 +32,7 @@ pub enum Count {
     CacheWrittenBytes,
     /// Bytes of bitmaps and index written to the cache device.
     CacheMetaBytes,
-    /// Bytes that went round the cache because of the sequential cut-off.
+    /// Bytes that bypassed the cache because of the sequential cut-off.
     BypassedBytes,
     /// Cached blocks whose check was wrong: never served.
     CorruptBlocks,

@@ -39,14 +39,16 @@ use crate::{
     store::Store,
     streams::Streams,
     throttle::Load,
+    tier::Tier,
 };
 
 /// Settings of a device.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct DeviceOptions {
     /// Treatment of writes.
     pub mode: Mode,
-    /// Length in bytes of a sequence of requests from which on they go round the cache; 0 for never.
+    /// Length in bytes of a sequence of requests from which on they bypass the cache; 0 for
+    /// never.
     pub cutoff: u64,
     /// It has users already: if the cache device fails, it is served without it.
     pub is_in_use: bool,
@@ -56,7 +58,7 @@ pub struct Options {
     pub accepts_loss: bool,
 }
 
-impl Options {
+impl DeviceOptions {
     /// Those of a device without users, which is what it was.
     pub fn new(mode: Mode) -> Self {
         Self { mode, cutoff: 0, is_in_use: false, is_changed: false, accepts_loss: false }
@@ -64,7 +66,7 @@ impl Options {
 }
 
 /// A slow device behind a cache.
-pub struct Cached<C: LocalFile, S> {
+pub struct CachedDevice<C: LocalFile, S> {
     pub(crate) store: Arc<Store<C>>,
     pub(crate) slow: Arc<S>,
     pub(crate) name: String,
@@ -81,7 +83,7 @@ pub struct Cached<C: LocalFile, S> {
     pub(crate) logging: Load,
 }
 
-impl<C: LocalFile, S> Drop for Cached<C, S> {
+impl<C: LocalFile, S> Drop for CachedDevice<C, S> {
     fn drop(&mut self) {
         let mut backings = self.store.backings();
         let own = &mut backings[usize::from(self.number)];
@@ -103,7 +105,7 @@ impl<C: LocalFile> Drop for Slots<'_, C> {
     }
 }
 
-impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
+impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     /// The slow device.
     pub fn slow(&self) -> &S {
         &self.slow
@@ -138,7 +140,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         self.mode.store(mode as usize, SeqCst);
     }
 
-    /// Length of a sequence of requests from which on they go round the cache; 0 for never.
+    /// Length of a sequence of requests from which on they bypass the cache; 0 for never.
     pub fn cutoff(&self) -> u64 {
         self.cutoff.load(SeqCst)
     }
@@ -148,7 +150,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         self.cutoff.store(cutoff, SeqCst);
     }
 
-    /// True if a flush has failed, of this process or an earlier one that counted in the same memory.
+    /// True if a flush has failed, of this process or an earlier one that counted in the same
+    /// memory.
     pub fn is_broken(&self) -> bool {
         self.counts.has_lost()
     }
@@ -196,13 +199,13 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         good
     }
 
-    /// Reads whole logical blocks.
-    pub fn read(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+    /// Reads whole logical blocks. Returns the slowest tier that it took some from.
+    pub fn read(&self, at: u64, buf: &mut [u8]) -> Result<Tier> {
         let len = buf.len() as u64;
         self.counts.add(Count::ReadBytes, len);
         if self.store.has_failed() {
             self.refuse_dirty(at, len)?;
-            return self.read_slow(at, buf);
+            return self.read_slow(at, buf).map(|()| Tier::Slow);
         }
         let sequential = self.is_sequential(at, len);
         let _locked = self.lock(at, len);
@@ -216,15 +219,16 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         if !tail.is_empty() {
             self.read_slow(at.max(whole), tail)?;
         }
+        let slowest = if tail.is_empty() { Tier::Memory } else { Tier::Slow };
         if buf.is_empty() {
-            return Ok(());
+            return Ok(slowest);
         }
         let (first, end) = (at / BLOCK_SIZE, (at + buf.len() as u64).div_ceil(BLOCK_SIZE));
         let mut pages = self.store.pages((end - first) * BLOCK_SIZE)?;
-        self.read_blocks(first, pages.bytes_mut(), sequential)?;
+        let of_blocks = self.read_blocks(first, pages.bytes_mut(), sequential)?;
         let skip = (at - first * BLOCK_SIZE) as usize;
         buf.copy_from_slice(&pages.bytes()[skip..skip + buf.len()]);
-        Ok(())
+        Ok(slowest.max(of_blocks))
     }
 
     /// Reads from the slow device alone.
@@ -237,20 +241,23 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     }
 
     /// Reads blocks whose lock the caller holds: runs of misses in one read each.
-    pub(crate) fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<()> {
+    pub(crate) fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<Tier> {
         let block_len = BLOCK_SIZE as usize;
         let count = buf.len() / block_len;
-        let mut missed = 0;
+        let (mut missed, mut slowest) = (0, Tier::Memory);
         for at in 0..=count {
-            let hit = at == count || {
+            if at < count {
                 let part = &mut buf[at * block_len..(at + 1) * block_len];
                 let key = self.key(first + at as u64);
-                self.store.get_dirty(key, part, &self.counts)?
-                    || self.store.get(key, part, &self.counts)
-            };
-            if !hit {
-                missed += 1;
-                continue;
+                let tier = match self.store.get_dirty(key, part, &self.counts)? {
+                    true => Some(Tier::Cache),
+                    false => self.store.get(key, part, &self.counts),
+                };
+                slowest = slowest.max(tier.unwrap_or(Tier::Slow));
+                if tier.is_none() {
+                    missed += 1;
+                    continue;
+                }
             }
             if missed > 0 {
                 let from = at - missed;
@@ -262,7 +269,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
                 missed = 0;
             }
         }
-        Ok(())
+        Ok(slowest)
     }
 
     /// Offers blocks to the policy.
@@ -392,7 +399,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         let edge = |block: u64, is_partial: bool| {
             let mut page = Pages::zeroed(BLOCK_SIZE).filter(|_| is_partial)?;
             let counts = Counts::default();
-            self.store.get(self.key(block), page.bytes_mut(), &counts).then_some(page)
+            self.store.get(self.key(block), page.bytes_mut(), &counts).map(|_| page)
         };
         let (first, last) = (at / BLOCK_SIZE, (end - 1) / BLOCK_SIZE);
         let starts_inside = !at.is_multiple_of(BLOCK_SIZE);

@@ -1,19 +1,19 @@
 //! Writes to the log, and requests that meet dirty blocks.
 //!
-//! Invariant: a change of the slow device never passes a dirty version of a block. A write that meets
-//! one goes to the log, in every mode; an erasure waits until all are written back.
+//! Invariant: a change of the slow device never passes a dirty version of a block. A write that
+//! meets one goes to the log, in every mode; an erasure waits until all are written back.
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
-    backing::SlowDevice, device::Cached, drain::DRAINED_MAX, locks::Locked, mode::Mode,
+    backing::SlowDevice, device::CachedDevice, drain::DRAINED_MAX, locks::Locked, mode::Mode,
     write_back::lost,
 };
 
 /// Times that an erasure finds new dirty blocks in its range, until it fails.
 const ROUNDS_MAX: u32 = 16;
 
-impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
+impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     /// Fails if the range has a dirty block, and the cache device has failed.
     pub(crate) fn refuse_dirty(&self, at: u64, len: u64) -> Result<()> {
         let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
@@ -42,8 +42,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         log.is_some_and(|log| log.first_in(self.key(first), end).is_some())
     }
 
-    /// Writes to the log, for the holder of the range's lock; false if it has no room, and the write
-    /// may go round it.
+    /// Writes to the log, for the holder of the range's lock; false if it has no room, and the
+    /// write may bypass it.
     pub(crate) fn write_log(&self, at: u64, bytes: &[u8]) -> Result<bool> {
         let (first, end) = (at / BLOCK_SIZE, (at + bytes.len() as u64).div_ceil(BLOCK_SIZE));
         let start = first * BLOCK_SIZE;
@@ -69,7 +69,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             Err(error) if self.meets_dirty(at, bytes.len() as u64) => Err(error),
             Err(error) => {
                 let (device, end) = (self.name(), at + bytes.len() as u64);
-                tracing::warn!(device, range = %format_args!("{at}..{end}"), %error, "a write goes round the log");
+                tracing::warn!(device, range = %format_args!("{at}..{end}"), %error, "a write bypasses the log");
                 Ok(false)
             }
         }

@@ -5,9 +5,9 @@
 //!        ─► identity, index and log durable ─► the device's own tail past them, durable ─► clean
 //! ```
 //!
-//! The segments of the log are freed by `write_back`, which finds nothing of this device in them. While a
-//! device with dirty blocks is not attached, the oldest segments cannot be freed; then this is how the
-//! other devices are written back.
+//! The segments of the log are freed by `write_back`, which finds nothing of this device in them.
+//! While a device with dirty blocks is not attached, the oldest segments cannot be freed; then this
+//! is how the other devices are written back.
 //!
 //! Invariant: after any error the blocks stay in the log, and are written again.
 
@@ -18,7 +18,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use crate::{
     backing::SlowDevice,
     counters::Counts,
-    device::Cached,
+    device::CachedDevice,
     dirty_ranges::{Dirty, dirty_of},
     format::DEVICES_MAX,
     keys::Key,
@@ -28,13 +28,13 @@ use crate::{
     write_back::{TURN, lost},
 };
 
-/// Blocks that are written back in one step, 64 MiB: what a step holds in memory, and what is lost of
-/// its work if the server dies.
+/// Blocks that are written back in one step, 64 MiB: what a step holds in memory, and what is lost
+/// of its work if the server dies.
 pub(crate) const DRAINED_MAX: usize = 16384;
 
-impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
-    /// Writes back dirty blocks whose records are below `before` ([`Store::log_position`]), the oldest
-    /// first, about `blocks` of them. Returns how many are left below it.
+impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
+    /// Writes back dirty blocks whose records are below `before` ([`Store::log_position`]), the
+    /// oldest first, about `blocks` of them. Returns how many are left below it.
     pub fn write_back(&self, before: u64, blocks: usize) -> Result<u64> {
         self.store.drain(self.number, before, blocks)
     }
@@ -46,7 +46,7 @@ impl<C: LocalFile> Store<C> {
         self.log.as_ref().map_or(0, Log::next)
     }
 
-    /// As [`Cached::write_back`].
+    /// As [`CachedDevice::write_back`].
     pub(crate) fn drain(&self, device: u8, before: u64, blocks: usize) -> Result<u64> {
         let Some(log) = self.usable_log() else { return Ok(0) };
         let _waiting = Waiting::new(&self.waiting);
@@ -84,8 +84,8 @@ impl<C: LocalFile> Store<C> {
         stored.or_else(|error| self.give_up(&error).and(Err(error)))
     }
 
-    /// What was written back is durable, and nothing older can come back for it: slow devices,
-    /// identities, index and log.
+    /// Makes versions durable that were written back: syncs slow devices, identities, index and
+    /// log. From then on no older version of their blocks can come back.
     pub(crate) fn settle(&self, versions: &[(Key, DirtyVersion)]) -> Result<()> {
         let of = |device: u8| {
             let its = move |(key, _): &&(Key, _)| key.device == device;
@@ -105,8 +105,8 @@ impl<C: LocalFile> Store<C> {
         stored.or_else(|error| self.give_up(&error).and(Err(error)))
     }
 
-    /// Writes back every attached device for itself, because they cannot be written back together: one
-    /// with dirty blocks is not attached, or fails.
+    /// Writes back every attached device for itself, because they cannot be written back together:
+    /// one with dirty blocks is not attached, or fails.
     pub(crate) fn write_back_apart(
         &self,
         log: &Log,

@@ -11,12 +11,12 @@
 //! ```
 //!
 //! Every block but the slots begins with a head: CRC-32C of the rest, kind, number, and the id of
-//! the cache. So a block that was torn, or left by another cache, is recognised: a bitmap then counts
-//! as full, and a part of the index as empty. An index carries an epoch, too: a new one
+//! the cache. So a block that was torn, or left by another cache, is recognised: a bitmap then
+//! counts as full, and a part of the index as empty. An index carries an epoch, too: a new one
 //! makes all stored parts invalid at once.
 //!
-//! Invariants (held by the tests below): decoding never panics, and accepts no geometry that does not
-//! fit into its device.
+//! Invariants (held by the tests below): decoding never panics, and accepts no geometry that does
+//! not fit into its device.
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use zerocopy::{
@@ -70,7 +70,7 @@ impl Block {
 
 /// The kind of a block.
 #[derive(Clone, Copy)]
-pub(crate) enum Kind {
+pub(crate) enum BlockKind {
     Super = 1,
     Bitmap = 2,
     Index = 3,
@@ -89,7 +89,7 @@ struct Head {
 }
 
 /// Writes the head of a block.
-pub(crate) fn seal(block: &mut Block, kind: Kind, number: u64, epoch: u64, id: [u8; 16]) {
+pub(crate) fn seal(block: &mut Block, kind: BlockKind, number: u64, epoch: u64, id: [u8; 16]) {
     let mut head = Head {
         crc: 0.into(),
         kind: (kind as u32).into(),
@@ -98,14 +98,20 @@ pub(crate) fn seal(block: &mut Block, kind: Kind, number: u64, epoch: u64, id: [
         id,
     };
     block.0[..HEAD].copy_from_slice(head.as_bytes());
-    head.crc = crc32c::crc32c(&block.0[4..]).into();
+    head.crc = burgeon_block::crc32c(&block.0[4..]).into();
     block.0[..HEAD].copy_from_slice(head.as_bytes());
 }
 
 /// True if a block is whole and the wanted one.
-pub(crate) fn is_sealed(block: &Block, kind: Kind, number: u64, epoch: u64, id: [u8; 16]) -> bool {
+pub(crate) fn is_sealed(
+    block: &Block,
+    kind: BlockKind,
+    number: u64,
+    epoch: u64,
+    id: [u8; 16],
+) -> bool {
     let Ok((head, _)) = Head::ref_from_prefix(&block.0) else { return false };
-    head.crc.get() == crc32c::crc32c(&block.0[4..])
+    head.crc.get() == burgeon_block::crc32c(&block.0[4..])
         && head.kind.get() == kind as u32
         && head.number.get() == number
         && head.epoch.get() == epoch
@@ -113,10 +119,10 @@ pub(crate) fn is_sealed(block: &Block, kind: Kind, number: u64, epoch: u64, id: 
 }
 
 /// Number and epoch of a whole block of this kind and cache.
-pub(crate) fn sealed(block: &[u8], kind: Kind, id: [u8; 16]) -> Option<(u64, u64)> {
+pub(crate) fn sealed(block: &[u8], kind: BlockKind, id: [u8; 16]) -> Option<(u64, u64)> {
     let (head, _) = Head::ref_from_prefix(block).ok()?;
     let is_it = head.kind.get() == kind as u32 && head.id == id;
-    (is_it && head.crc.get() == crc32c::crc32c(&block[4..]))
+    (is_it && head.crc.get() == burgeon_block::crc32c(&block[4..]))
         .then(|| (head.number.get(), head.epoch.get()))
 }
 
@@ -249,8 +255,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a device of `size` bytes with a log of a tenth of it, at most 16 GiB; `Invalid`
-    /// below [`SIZE_MIN`].
+    /// The layout of a device of `size` bytes with a log of a tenth of it, at most 16 GiB;
+    /// `Invalid` below [`SIZE_MIN`].
     pub fn new(size: u64) -> Result<Self> {
         let log = (size / BLOCK_SIZE / 10).min(u64::from(LOG_MAX)) as u32;
         Self::with_log(size, if log < LOG_MIN { 0 } else { log })
@@ -356,13 +362,13 @@ impl Super {
         };
         let mut block = Block::zeroed();
         block.0[..size_of::<RawSuper>()].copy_from_slice(raw.as_bytes());
-        seal(&mut block, Kind::Super, 0, 0, self.id);
+        seal(&mut block, BlockKind::Super, 0, 0, self.id);
         block
     }
 
-    /// The superblock in `block`, of a device of `size` bytes. `NotFound` if it holds none, `Corrupt`
-    /// if it is damaged, `UnsupportedFormat` if another version made it, `Invalid` if the device has
-    /// shrunk.
+    /// The superblock in `block`, of a device of `size` bytes.
+    /// `NotFound` if it holds none, `Corrupt` if it is damaged,
+    /// `UnsupportedFormat` if another version made it, `Invalid` if the device has shrunk.
     pub fn decode(block: &Block, size: u64) -> Result<Self> {
         let fail = |kind, what: String| Err(Error::new(kind, what));
         let Ok((raw, _)) = RawSuper::read_from_prefix(&block.0) else {
@@ -386,7 +392,7 @@ impl Super {
             );
             return fail(ErrorKind::UnsupportedFormat, what);
         }
-        if !is_sealed(block, Kind::Super, 0, 0, raw.id) {
+        if !is_sealed(block, BlockKind::Super, 0, 0, raw.id) {
             return fail(ErrorKind::Corrupt, "the superblock of its cache is damaged".into());
         }
         let layout = Layout::with_log(raw.size.get(), raw.log_blocks.get())?;
@@ -438,7 +444,7 @@ pub(crate) fn encode_part(
         entry[..4].copy_from_slice(&word.to_le_bytes());
         entry[4..].copy_from_slice(&check.to_le_bytes());
     }
-    seal(&mut block, Kind::Index, part.into(), epoch, id);
+    seal(&mut block, BlockKind::Index, part.into(), epoch, id);
     block
 }
 
@@ -450,7 +456,7 @@ pub(crate) fn decode_part(
     id: [u8; 16],
 ) -> Option<impl Iterator<Item = (u32, u32)>> {
     let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
-    is_sealed(block, Kind::Index, part.into(), epoch, id).then(|| {
+    is_sealed(block, BlockKind::Index, part.into(), epoch, id).then(|| {
         let entries = block.0[WORDS_AT..].chunks_exact(8);
         entries.map(move |entry| (number(&entry[..4]), number(&entry[4..])))
     })
@@ -460,13 +466,13 @@ pub(crate) fn decode_part(
 pub(crate) fn encode_bits(bits: &[u8], block: u32, id: [u8; 16]) -> Box<Block> {
     let mut stored = Block::zeroed();
     stored.0[HEAD..HEAD + bits.len()].copy_from_slice(bits);
-    seal(&mut stored, Kind::Bitmap, block.into(), 0, id);
+    seal(&mut stored, BlockKind::Bitmap, block.into(), 0, id);
     stored
 }
 
 /// The bits of a stored block of a bitmap: all ones if it is another's, or damaged.
 pub(crate) fn decode_bits(stored: &Block, block: u32, id: [u8; 16], bits: &mut [u8]) {
-    match is_sealed(stored, Kind::Bitmap, block.into(), 0, id) {
+    match is_sealed(stored, BlockKind::Bitmap, block.into(), 0, id) {
         true => bits.copy_from_slice(&stored.0[HEAD..HEAD + bits.len()]),
         false => bits.fill(0xff),
     }
@@ -549,7 +555,7 @@ mod tests {
             let end = (at + bytes.len()).min(BLOCK);
             block.0[at..end].copy_from_slice(&bytes[..end - at]);
             if sealed {
-                seal(&mut block, Kind::Super, 0, 0, ID);
+                seal(&mut block, BlockKind::Super, 0, 0, ID);
             }
             if let Ok(read) = Super::decode(&block, SIZE_MIN) {
                 prop_assert!(read.layout.size <= SIZE_MIN);

@@ -4,17 +4,21 @@
 //!   samples   the blocks of the first MiB, and one of each 64th of the device
 //!   take      reads all of them: when write-back begins, and at a cold start
 //!   tidy      reads those again whose regions are about to lose their marks
-//!   writing   back: the checks of the written blocks, durable before the log's tail moves past them
+//!   writing   back: samples of the blocks go, durably, before these are written; their new checks are
+//!             durable before the log's tail moves past them
 //! ```
 //!
-//! A device is compared only when the cache has dirty blocks of it. Dirty blocks and marked regions are
-//! left out, because only the device itself knows how much of them it has.
+//! A device is compared only when the cache has dirty blocks of it. Marked regions are left out,
+//! because only the device itself knows how much of them it has. Dirty blocks are not: the slow
+//! device has their former content until they are written back. Blocks that differ between two file
+//! systems, such as the superblock, are dirty first of all.
 //!
-//! Invariant: the content of a sample that is neither dirty nor in a marked region is durably what the
-//! newest whole copy says. So each copy is durable before a mark is cleared or the tail moves.
+//! Invariant: the content of a sample that is not in a marked region is durably what the newest
+//! whole copy says. So each copy is durable before a mark is cleared, before a block is written
+//! back, and before the tail moves.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
@@ -26,7 +30,7 @@ use zerocopy::{
 
 use crate::{
     dirty_version::DirtyVersion,
-    format::{Block, Kind, REGION, seal, sealed},
+    format::{Block, BlockKind, REGION, seal, sealed},
     keys::Key,
     sets::check_of,
 };
@@ -71,6 +75,8 @@ struct State {
     /// The blocks to sample, behind the first MiB.
     places: Vec<u64>,
     samples: BTreeMap<u64, u32>,
+    /// Blocks that are being written back: what was read of them before is no sample.
+    written_back: BTreeSet<u64>,
     /// Of the newest copy.
     sequence: u64,
     is_kept: bool,
@@ -79,7 +85,8 @@ struct State {
 
 /// A part of a slow device that is stable while it is read.
 pub(crate) trait Clean {
-    /// The checks of blocks that are neither dirty nor in a marked region, of `count` from `first` on.
+    /// The checks of blocks that are neither dirty nor in a marked region, of `count` from `first`
+    /// on.
     fn checks(&self, first: u64, count: u64) -> Vec<(u64, u32)>;
 }
 
@@ -106,6 +113,7 @@ impl Identity {
         let mut state = self.state();
         state.is_kept = false;
         state.samples.clear();
+        state.written_back.clear();
     }
 
     /// Goes on from a stored one.
@@ -129,16 +137,20 @@ impl Identity {
         self.state().changed = true;
     }
 
-    /// Adds samples that were missing when they were read. What is there by now was written back since.
+    /// Adds samples that were missing when they were read. What is there by now was written back
+    /// since.
     fn add(&self, samples: Vec<(u64, u32)>) {
         let mut state = self.state();
         state.changed |= !samples.is_empty();
         for (block, check) in samples {
-            state.samples.entry(block).or_insert(check);
+            if !state.written_back.contains(&block) {
+                state.samples.entry(block).or_insert(check);
+            }
         }
     }
 
-    /// Reads the samples again that lie in regions of `cleared`, and some of those that are missing.
+    /// Reads the samples again that lie in regions of `cleared`, and some of those that are
+    /// missing.
     pub(crate) fn refresh(&self, device: &impl Clean, cleared: impl Fn(u32) -> bool) {
         let (first, stale, missing) = {
             let mut state = self.state();
@@ -179,6 +191,18 @@ impl Identity {
         state.sequence = state.sequence.max(sequence);
     }
 
+    /// These blocks are about to be written back: nobody knows what the slow device has of them
+    /// until that is durable.
+    pub(crate) fn forget(&self, blocks: impl Iterator<Item = u64>) {
+        let mut state = self.state();
+        for block in blocks {
+            if state.is_sampled(block) {
+                state.written_back.insert(block);
+                state.changed |= state.samples.remove(&block).is_some();
+            }
+        }
+    }
+
     /// The slow device has these versions, durably.
     pub(crate) fn note_written(&self, versions: impl Iterator<Item = (Key, DirtyVersion)>) {
         let mut state = self.state();
@@ -186,11 +210,19 @@ impl Identity {
             return;
         }
         for (key, entry) in versions {
-            if key.block < FIRST || state.places.contains(&key.block) {
+            if state.is_sampled(key.block) {
+                state.written_back.remove(&key.block);
                 state.samples.insert(key.block, entry.check);
                 state.changed = true;
             }
         }
+    }
+}
+
+impl State {
+    /// True if the block is in the first MiB, or one of the others that are sampled.
+    fn is_sampled(&self, block: u64) -> bool {
+        block < FIRST || self.places.binary_search(&block).is_ok()
     }
 }
 
@@ -228,7 +260,7 @@ pub(crate) struct Stored {
 impl Stored {
     /// `None` if the block holds no whole identity of this device and cache.
     pub(crate) fn decode(block: &Block, device: u8, id: [u8; 16]) -> Option<Self> {
-        let (number, sequence) = sealed(&block.0, Kind::Identity, id)?;
+        let (number, sequence) = sealed(&block.0, BlockKind::Identity, id)?;
         let (raw, _) = Raw::ref_from_prefix(block.0.get(RAW_AT..)?).ok()?;
         if number != u64::from(device) || raw.count.get() as usize > SAMPLES_MAX {
             return None;
@@ -255,7 +287,7 @@ fn encode(state: &State, device: u8, id: [u8; 16]) -> Box<Block> {
     }
     let mut block = Block::zeroed();
     block.0[RAW_AT..RAW_AT + size_of::<Raw>()].copy_from_slice(raw.as_bytes());
-    seal(&mut block, Kind::Identity, device.into(), state.sequence, id);
+    seal(&mut block, BlockKind::Identity, device.into(), state.sequence, id);
     block
 }
 

@@ -1,7 +1,8 @@
-//! The identities of slow devices on the cache device: two copies each, of which the newer whole one
-//! counts.
+//! The identities of slow devices on the cache device: two copies each, of which the newer whole
+//! one counts. The newest is written to both places, because a device would not be recognised by an
+//! older one, if a sector of the newest rots.
 //!
-//! Invariant: the newest whole copy is never overwritten.
+//! Invariant: a place is overwritten only when the other one durably has the newest whole copy.
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
@@ -35,9 +36,13 @@ impl<C: LocalFile> Store<C> {
     pub(crate) fn put_identity(&self, device: u8, identity: &Identity) -> Result<()> {
         let _turn = self.lock_turn();
         let Some((block, sequence)) = identity.next_copy(device, self.id()) else { return Ok(()) };
-        let at = self.layout.identity_at(device, sequence);
-        let stored = self.file.write_at(at, &block.0).and_then(|()| self.sync());
-        stored.inspect_err(|_| identity.note_damaged(sequence))
+        let at = |sequence| self.layout.identity_at(device, sequence);
+        let stored = self.file.write_at(at(sequence), &block.0).and_then(|()| self.sync());
+        stored.inspect_err(|_| identity.note_damaged(sequence))?;
+        // Durable some time later: until then, only rot of the other copy is without a remedy.
+        let second = self.file.write_at(at(sequence + 1), &block.0);
+        second.unwrap_or_else(|error| tracing::warn!(%error, "the second copy of an identity"));
+        Ok(())
     }
 
     /// Begins to keep an identity: reads the device.
@@ -64,8 +69,8 @@ impl<C: LocalFile> Store<C> {
         Ok(stored.map(|stored| identity.adopt(stored)).is_some())
     }
 
-    /// `Invalid` if `slow` is not the device that the stored identity describes; blocks that are left
-    /// out are not compared.
+    /// `Invalid` if `slow` is not the device that the stored identity describes; blocks that are
+    /// left out are not compared.
     pub(crate) fn compare_identity(
         &self,
         number: u8,

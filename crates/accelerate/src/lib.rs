@@ -1,10 +1,10 @@
 //! A cache on a fast device in front of slow block devices, in place.
 //!
 //! ```text
-//!   Cached (device)        one slow device: read, write, erase, flush; the order of a write
+//!   CachedDevice (device)        one slow device: read, write, erase, flush; the order of a write
 //!     │  attach, identity      its beginning; what tells it from other devices
 //!     │  Marks (marks)     its regions that may be newer than the stored index
-//!     │  Streams           recognises sequences, which go round the cache
+//!     │  Streams           recognises sequences, which bypass the cache
 //!     │  dirty, upkeep     writes to the log; flushes and tidying
 //!     │  Backing (backing) the slow device, and what of it a flush has to make durable
 //!     ▼
@@ -43,14 +43,16 @@ pub mod sets;
 mod store;
 mod streams;
 mod throttle;
+mod tier;
 mod upkeep;
 mod write_back;
 
 pub use backing::SlowDevice;
 pub use counters::{Cells, Count, Counts};
-pub use device::{Cached, Options};
+pub use device::{CachedDevice, DeviceOptions};
 pub use dirty_ranges::Dirty;
 pub use mode::Mode;
 pub use store::{Distrust, Store, Trust, create, create_with, destroy, dirty_in, read_super};
 pub use throttle::{AtOnce, Load, Moment, Throttle};
+pub use tier::Tier;
 pub use write_back::Limits;

@@ -1,9 +1,9 @@
 //! Locks of ranges of blocks, which are held across I/O; no mutex is.
 //!
-//! Invariants: a block has at most one holder. A thread that waits for a block holds no other range,
-//! except through [`Locks::try_lock`], which never waits. The holder of a block may wait for a turn
-//! (a range of no device), whose holder waits for no block: so nobody waits in a circle. For the turn to
-//! tidy no holder of a block waits, so its holder may wait for blocks.
+//! Invariants: a block has at most one holder. A thread that waits for a block holds no other
+//! range, except through [`Locks::try_lock`], which never waits. The holder of a block may wait for
+//! a turn (a range of no device), whose holder waits for no block: so nobody waits in a circle. For
+//! the turn to tidy no holder of a block waits, so its holder may wait for blocks.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 

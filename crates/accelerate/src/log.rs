@@ -8,16 +8,16 @@
 //!             the superblock moved past them; only then they are free
 //! ```
 //!
-//! A block is in the map from its record until its segment is retired, also when the slow device has
-//! it already: so long a later start would write it there again.
+//! A block is in the map from its record until its segment is retired, also when the slow device
+//! has it already: so long a later start would write it there again.
 //!
 //! Invariants (`dev/accelerate-simulator`):
 //! - A version in the map is never overwritten in place, and its record counts at the next start.
 //! - A record that failed never counts: the superblock begins a new generation with its number. If
 //!   that fails, too, its blocks are lost, and nothing is appended any more.
 //! - The segment that an earlier process had open is not written to by its successor, because a
-//!   write of the dead may still land there. Such a record does not count: the successor has begun a
-//!   generation with its number.
+//!   write of the dead may still land there. Such a record does not count: the successor has begun
+//!   a generation with its number.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -38,7 +38,8 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_SIZE as usize;
-/// The most segments that are retired at once, unless all are: a slow disk needs minutes for 64 MiB.
+/// The most segments that are retired at once, unless all are: a slow disk needs minutes for 64
+/// MiB.
 const RETIRED_MAX: usize = 4;
 
 /// Changes of the superblock that the log needs, durable when they return.
@@ -235,8 +236,8 @@ impl Log {
         self.state().clock = seconds;
     }
 
-    /// Logs blocks whose lock the caller holds, one after another from `first` on; returns when their
-    /// record is written. At most [`Self::blocks_max`] of them.
+    /// Logs blocks whose lock the caller holds, one after another from `first` on; returns when
+    /// their record is written. At most [`Self::blocks_max`] of them.
     pub(crate) fn append(
         &self,
         file: &impl LocalFile,
@@ -395,7 +396,8 @@ impl Log {
         Ok(())
     }
 
-    /// A sync of the cache device failed, which the kernel reports once: no later barrier may succeed.
+    /// A sync of the cache device failed, which the kernel reports once: no later barrier may
+    /// succeed.
     pub(crate) fn note_lost(&self) {
         let mut state = self.state();
         state.has_lost |= state.is_writing || state.durable < state.next;
@@ -475,8 +477,8 @@ impl Log {
         closed.into_iter().take(count).map(|(.., at)| at).collect()
     }
 
-    /// The tail once these segments, the oldest, are retired; and their versions by address, with all
-    /// that are lost.
+    /// The tail once these segments, the oldest, are retired; and their versions by address, with
+    /// all that are lost.
     pub(crate) fn versions(&self, segments: &[u32]) -> (u64, Vec<(Key, DirtyVersion)>) {
         let state = self.state();
         let stays = state.segments.iter().enumerate().filter_map(|(at, segment)| match segment {
@@ -509,8 +511,8 @@ impl Log {
         closed.chain(open.map(|(_, first, ..)| first)).min().unwrap_or(state.next)
     }
 
-    /// Versions of a device below the record `before`, about `blocks` of the oldest, by address; the
-    /// record below which they all are; and the number of the others.
+    /// Versions of a device below the record `before`, about `blocks` of the oldest, by address;
+    /// the record below which they all are; and the number of the others.
     pub(crate) fn oldest_of(
         &self,
         device: u8,

@@ -7,8 +7,8 @@
 //!      └── clear: bit cleared, block written ◄── idle since the slow device and the index were stored
 //! ```
 //!
-//! After an unclean stop each cached block of a marked region is dropped. One thread at a time writes
-//! bitmaps; threads that come meanwhile share the next write.
+//! After an unclean stop each cached block of a marked region is dropped. One thread at a time
+//! writes bitmaps; threads that come meanwhile share the next write.
 //!
 //! Invariants (held by the tests below and `dev/simulator/tests/accelerate.rs`):
 //! - A region is marked durably before the slow device is written there.
@@ -83,7 +83,8 @@ impl Marks {
         Self { id, first_block, state: Mutex::new(state), turn: Condvar::new() }
     }
 
-    /// A bitmap with all marks, of a device of `regions` regions; its blocks have yet to be written.
+    /// A bitmap with all marks, of a device of `regions` regions; its blocks have yet to be
+    /// written.
     pub(crate) fn full(id: [u8; 16], first_block: u32, blocks: u32, regions: u32) -> Self {
         let marks = Self::empty(id, first_block, blocks);
         let mut state = marks.state();
@@ -94,8 +95,8 @@ impl Marks {
         marks
     }
 
-    /// The bitmap as it is stored, of a device of `regions` regions. All those of a block that cannot
-    /// be read are marked.
+    /// The bitmap as it is stored, of a device of `regions` regions. All those of a block that
+    /// cannot be read are marked.
     pub(crate) fn load(
         id: [u8; 16],
         first_block: u32,
@@ -147,8 +148,8 @@ impl Marks {
         self.state().regions.len() as u64
     }
 
-    /// A write of these regions begins; returns when they are marked durably. After an error the write
-    /// must not be made, and has not begun.
+    /// A write of these regions begins; returns when they are marked durably. After an error the
+    /// write must not be made, and has not begun.
     pub(crate) fn begin(
         &self,
         regions: std::ops::RangeInclusive<u32>,

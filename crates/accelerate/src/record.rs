@@ -1,4 +1,4 @@
-//! Records of the log: a block that describes, and the dirty blocks themselves, in one write.
+//! Records of the log: a descriptor block, and the dirty blocks themselves, in one write.
 //!
 //! ```text
 //!   head block: number, generation, place, the first record of the generation, the number below
@@ -6,8 +6,8 @@
 //!   then        up to 252 blocks
 //! ```
 //!
-//! Invariants (held by the tests below): decoding never panics. A record counts only at its own place
-//! of its own cache, so a copy of it that a user writes into the log as data never counts.
+//! Invariants (held by the tests below): decoding never panics. A record counts only at its own
+//! place of its own cache, so a copy of it that a user writes into the log as data never counts.
 
 use burgeon_block::BLOCK_SIZE;
 use zerocopy::{
@@ -16,7 +16,7 @@ use zerocopy::{
 };
 
 use crate::{
-    format::{Block, DEVICES_MAX, Kind, seal, sealed},
+    format::{Block, BlockKind, DEVICES_MAX, seal, sealed},
     keys::Key,
 };
 
@@ -80,13 +80,13 @@ impl LogRecord {
             };
             entry.copy_from_slice(raw.as_bytes());
         }
-        seal(&mut block, Kind::Record, self.number, self.generation, id);
+        seal(&mut block, BlockKind::Record, self.number, self.generation, id);
         block
     }
 
     /// The record that `block` describes, if it is a whole one of this cache and place.
     pub(crate) fn decode(block: &[u8], place: u32, id: [u8; 16]) -> Option<Self> {
-        let (number, generation) = sealed(block, Kind::Record, id)?;
+        let (number, generation) = sealed(block, BlockKind::Record, id)?;
         let (raw, entries) = Raw::ref_from_prefix(block.get(RAW_AT..)?).ok()?;
         let count = raw.count.get() as usize;
         if raw.place.get() != place || !(1..=BLOCKS_MAX).contains(&count) {
@@ -141,7 +141,7 @@ mod tests {
             let end = (at + bytes.len()).min(4096);
             block.0[at..end].copy_from_slice(&bytes[..end - at]);
             if sealed {
-                seal(&mut block, Kind::Record, 9, 4, ID);
+                seal(&mut block, BlockKind::Record, 9, 4, ID);
             }
             if let Some(read) = LogRecord::decode(&block.0, 5, ID) {
                 prop_assert!(read.blocks.len() <= BLOCKS_MAX);

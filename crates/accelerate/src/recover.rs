@@ -1,8 +1,9 @@
 //! Finds the dirty blocks in the log of a cache that is opened.
 //!
 //! Each segment is read from its beginning, record by record, to the first that does not count; of
-//! records behind it counts only what they say about others. The newest version of each block counts whose bytes are whole. One that is torn was never flushed, and
-//! the version before it counts; but if its generation had made it durable, the block is lost.
+//! records behind it counts only what they say about others. The newest version of each block
+//! counts whose bytes are whole. One that is torn was never flushed, and the version before it
+//! counts; but if its generation had made it durable, the block is lost.
 //!
 //! Invariants: a record that its generation has made durable is found, or the log is `Corrupt`.
 //! Nothing is written.
@@ -28,8 +29,8 @@ struct Read {
     whole: Vec<bool>,
 }
 
-/// The dirty blocks of the log, none of which has `blocks_max` or more before it on its device, and none
-/// of which is of a record below the tail of its device.
+/// The dirty blocks of the log, none of which has `blocks_max` or more before it on its device, and
+/// none of which is of a record below the tail of its device.
 pub(crate) fn recover(
     file: &impl LocalFile,
     layout: &Layout,

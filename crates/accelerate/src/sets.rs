@@ -209,7 +209,7 @@ pub fn check_of(key: Key, bytes: &[u8]) -> u32 {
     let mut head = [0; 9];
     head[0] = key.device;
     head[1..].copy_from_slice(&key.block.to_le_bytes());
-    crc32c::crc32c_append(crc32c::crc32c(&head), bytes)
+    burgeon_block::crc32c_append(burgeon_block::crc32c(&head), bytes)
 }
 
 #[cfg(test)]

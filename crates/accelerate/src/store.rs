@@ -2,14 +2,14 @@
 //!
 //! ```text
 //!   open ──► superblock ──► Cold: a new epoch, nothing is known
-//!                      └──► Warm: the index as it was stored; `Cached::attach` drops marked regions
+//!                      └──► Warm: the index as it was stored; `CachedDevice::attach` drops marked regions
 //!   store_index: the changed parts, then a sync
 //!   give_up: after an error of bitmaps, or many of slots: from then on the cache is gone round
 //! ```
 //!
 //! Invariants:
 //! - Once the cache device failed, nothing of it is read or written any more, and the next open is
-//!   cold: [`Distrust`] has recorded that elsewhere before the first write goes round the cache.
+//!   cold: [`Distrust`] has recorded that elsewhere before the first write bypasses the cache.
 //! - One thread at a time stores the index, the superblock or an identity (`TURN` is held).
 
 use std::{
@@ -32,9 +32,10 @@ use crate::{
     keys::{Key, KeyMapping},
     locks::{Locked, Locks, Span},
     log::{Log, Recovered},
-    policy::{Fate, Kind, Policy},
+    policy::{Fate, Policy, PolicyKind},
     recover::recover,
     sets::{Sets, Slot, check_of},
+    tier::Tier,
 };
 
 /// Errors of slots until the cache device counts as failed.
@@ -53,8 +54,8 @@ pub enum Trust {
     Warm,
 }
 
-/// Records, not on the cache device, that the cache must be opened cold from now on, and the bytes that
-/// only the cache device has. Durable when it returns.
+/// Records, not on the cache device, that the cache must be opened cold from now on, and the bytes
+/// that only the cache device has. Durable when it returns.
 pub type Distrust = Box<dyn Fn(&[Dirty]) -> Result<()> + Send + Sync>;
 
 /// The attached slow devices, by their numbers.
@@ -166,7 +167,13 @@ fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
 
 impl<C: LocalFile> Store<C> {
     /// Opens the cache on `file`, a device or file of `size` bytes.
-    pub fn open(file: C, size: u64, trust: Trust, kind: Kind, distrust: Distrust) -> Result<Self> {
+    pub fn open(
+        file: C,
+        size: u64,
+        trust: Trust,
+        kind: PolicyKind,
+        distrust: Distrust,
+    ) -> Result<Self> {
         let mut head = read_super(&file, size)?;
         if trust == Trust::Cold {
             head.epoch += 1;
@@ -199,13 +206,13 @@ impl<C: LocalFile> Store<C> {
     /// A cache that has failed before, with these bytes: devices are served without it.
     pub fn failed(file: C, gone: Vec<Dirty>) -> Result<Self> {
         let head = Super::new([0; 16], Layout::new(SIZE_MIN)?);
-        let mut store = Self::new(file, head, Trust::Cold, Kind::Fifo, Box::new(|_| Ok(())));
+        let mut store = Self::new(file, head, Trust::Cold, PolicyKind::Fifo, Box::new(|_| Ok(())));
         store.gone = gone;
         *store.health.lock().unwrap_or_else(PoisonError::into_inner) = Health::Failed;
         Ok(store)
     }
 
-    fn new(file: C, head: Super, trust: Trust, kind: Kind, distrust: Distrust) -> Self {
+    fn new(file: C, head: Super, trust: Trust, kind: PolicyKind, distrust: Distrust) -> Self {
         let sets = Sets::new(head.layout.sets);
         let policy = Policy::new(kind, &sets);
         Self {
@@ -254,7 +261,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Replaces the policy.
-    pub fn set_policy(&self, kind: Kind) {
+    pub fn set_policy(&self, kind: PolicyKind) {
         let mut room = self.room();
         if room.policy.kind() != kind {
             // Slots that are being filled stay reserved.
@@ -265,7 +272,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// The policy's kind.
-    pub fn policy(&self) -> Kind {
+    pub fn policy(&self) -> PolicyKind {
         self.room().policy.kind()
     }
 
@@ -296,22 +303,22 @@ impl<C: LocalFile> Store<C> {
         format!("{:032x}", u128::from_be_bytes(self.id()))
     }
 
-    /// True once the cache device has failed: requests go round it.
+    /// True once the cache device has failed: requests bypass it.
     pub fn has_failed(&self) -> bool {
         *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Failed
     }
 
-    /// The cache device failed: records that, and goes round it from now on.
+    /// The cache device failed: records that, and bypasses it from now on.
     pub(crate) fn give_up(&self, error: &Error) -> Result<()> {
         // No record may come after those that are told.
         self.log.iter().for_each(Log::end);
         let dirty = self.dirty_devices();
-        // Held across the record: no write may go round the cache before it is made, and a cache
+        // Held across the record: no write may bypass the cache before it is made, and a cache
         // fails once.
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         if *health == Health::Good {
             let cache = self.shown_id();
-            tracing::error!(cache, %error, "the cache device failed: requests go round it");
+            tracing::error!(cache, %error, "the cache device failed: requests bypass it");
             (self.distrust)(&dirty)?;
             *health = Health::Failed;
         }
@@ -332,22 +339,23 @@ impl<C: LocalFile> Store<C> {
         }
     }
 
-    /// Reads the block of `key` from its slot or memory, for the holder of its lock.
-    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> bool {
+    /// Reads the block of `key` from its slot or memory, for the holder of its lock; `None` if it
+    /// is in neither.
+    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Option<Tier> {
         let mut room = self.room();
         let hit = room.policy.hit_memory(key);
         if hit && let Some(block) = room.memory.get(&key) {
             bytes.copy_from_slice(&block.bytes()[..bytes.len()]);
             counts.add(Count::MemoryHitBytes, BLOCK_SIZE);
-            return true;
+            return Some(Tier::Memory);
         }
-        let Some(slot) = self.sets.find(key) else { return false };
+        let slot = self.sets.find(key)?;
         room.policy.hit(&self.sets, key, slot);
         drop(room);
         match self.file.read_at(self.layout.slot_at(slot), bytes) {
             Ok(()) if self.sets.check(slot) == check_of(key, bytes) => {
                 counts.add(Count::CacheHitBytes, BLOCK_SIZE);
-                return true;
+                return Some(Tier::Cache);
             }
             // Nobody else fills a slot of this key meanwhile; another key's block may have come.
             Ok(()) if self.sets.find(key) == Some(slot) => counts.add(Count::CorruptBlocks, 1),
@@ -357,7 +365,7 @@ impl<C: LocalFile> Store<C> {
         if self.sets.find(key) == Some(slot) {
             self.sets.clear(slot);
         }
-        false
+        None
     }
 
     /// The place of the block on the cache device, for a reader that checks it with

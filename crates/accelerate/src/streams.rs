@@ -1,4 +1,4 @@
-//! Recognises sequential reads and writes, which go round the cache: a slow disk serves them well,
+//! Recognises sequential reads and writes, which bypass the cache: a slow disk serves them well,
 //! and they would push out blocks that it serves badly.
 
 use std::collections::VecDeque;
@@ -22,8 +22,8 @@ struct Stream {
 impl Streams {
     /// Notes a request, and returns the length of the stream that it belongs to, itself included.
     ///
-    /// Requests of one stream come in any order, because many are in flight at once: one that begins
-    /// a little before or behind the end belongs to it. Only its bytes behind the end count.
+    /// Requests of one stream come in any order, because many are in flight at once: one that
+    /// begins a little before or behind the end belongs to it. Only its bytes behind the end count.
     pub(crate) fn note(&mut self, at: u64, len: u64) -> u64 {
         let near = |stream: &Stream| at.abs_diff(stream.end) <= REORDERED_MAX;
         let place = self.streams.iter().rposition(near);

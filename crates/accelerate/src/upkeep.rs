@@ -7,14 +7,14 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use crate::{
     backing::SlowDevice,
     counters::{Count, Counts},
-    device::Cached,
+    device::CachedDevice,
     locks::Span,
     marks::Idle,
     mode::Mode,
     sets::Slot,
 };
 
-impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
+impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     /// Makes every change durable that returned before.
     pub fn flush(&self) -> Result<()> {
         self.counts.add(Count::Flushes, 1);
@@ -53,8 +53,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
         self.mode() != Mode::WriteBack && is_clean() && self.logging.in_flight() == 0 && is_clean()
     }
 
-    /// Seconds since the oldest of the cache's dirty blocks may have been written, by the clock of the
-    /// writing back.
+    /// Seconds since the oldest of the cache's dirty blocks may have been written, by the clock of
+    /// the writing back.
     pub fn dirty_seconds(&self, now: u64) -> Option<u64> {
         let log = self.store.log.as_ref().filter(|_| self.is_dirty())?;
         log.oldest_birth().map(|born| now.saturating_sub(born))
@@ -73,7 +73,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
             let _locked = self.lock(key.block * BLOCK_SIZE, BLOCK_SIZE);
             // The slow device does not have a dirty block yet.
             let is_dirty = self.store.log.as_ref().is_some_and(|log| log.find(key).is_some());
-            if is_dirty || !self.store.get(key, cached.bytes_mut(), &Counts::default()) {
+            if is_dirty || self.store.get(key, cached.bytes_mut(), &Counts::default()).is_none() {
                 continue;
             }
             self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;

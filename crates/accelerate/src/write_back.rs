@@ -60,8 +60,8 @@ impl<C: LocalFile> Heads for Store<C> {
 }
 
 impl<C: LocalFile> Store<C> {
-    /// Dirty blocks in the log, also those that are on their slow device already; and the percentage
-    /// of the log that is in use.
+    /// Dirty blocks in the log, also those that are on their slow device already; and the
+    /// percentage of the log that is in use.
     pub fn dirty(&self) -> (u64, u8) {
         let Some(log) = &self.log else { return (0, 0) };
         let (taken, all) = log.fill();
@@ -73,8 +73,8 @@ impl<C: LocalFile> Store<C> {
         self.log.as_ref().filter(|_| !self.has_failed())
     }
 
-    /// Reads the dirty version of a block, for the holder of its lock; false if there is none. `Corrupt`
-    /// if it is lost.
+    /// Reads the dirty version of a block, for the holder of its lock; false if there is none.
+    /// `Corrupt` if it is lost.
     pub(crate) fn get_dirty(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Result<bool> {
         let Some(log) = &self.log else { return Ok(false) };
         while let Some(entry) = log.find(key) {
@@ -110,7 +110,8 @@ impl<C: LocalFile> Store<C> {
         self.backings().get(usize::from(device)).cloned().flatten()
     }
 
-    /// Logs blocks whose lock the caller holds, and writes back the oldest ones if there is no room.
+    /// Logs blocks whose lock the caller holds, and writes back the oldest ones if there is no
+    /// room.
     pub(crate) fn log_blocks(&self, first: Key, bytes: &[u8], counts: &Counts) -> Result<()> {
         let Some(log) = self.usable_log() else {
             return Err(Error::new(ErrorKind::LocalIo, "the cache has no log"));
@@ -158,8 +159,8 @@ impl<C: LocalFile> Store<C> {
         Ok(())
     }
 
-    /// A part of [`Self::write_back_due`] at a rate of the caller's, because others wait for a turn. True
-    /// if more may be due.
+    /// A part of [`Self::write_back_due`] at a rate of the caller's, because others wait for a
+    /// turn. True if more may be due.
     pub fn write_back_throttled(
         &self,
         limits: Limits,
@@ -239,14 +240,15 @@ impl<C: LocalFile> Store<C> {
         })
     }
 
-    /// Writes versions, which are sorted by address. They are durable in the log before: after a power
-    /// failure, a block of the slow device that differs from what is known of it is dirty.
+    /// Writes versions, which are sorted by address. They are durable in the log before: after a
+    /// power failure, a block of the slow device that differs from what is known of it is dirty.
     pub(crate) fn write_versions(
         &self,
         log: &Log,
         versions: &[(Key, DirtyVersion)],
         throttle: &dyn Throttle,
     ) -> Result<()> {
+        self.forget_samples(versions)?;
         self.barrier()?;
         let mut rest = versions;
         let mut pages = self.pages(RUN_MAX as u64 * BLOCK_SIZE)?;
@@ -272,6 +274,20 @@ impl<C: LocalFile> Store<C> {
             for ((key, entry), bytes) in run.iter().zip(bytes.chunks_exact(BLOCK)) {
                 self.keep_written(log, *key, *entry, bytes, &backing.counts);
             }
+            rest = further;
+        }
+        Ok(())
+    }
+
+    /// Has the identities of the devices leave the samples of `versions` out, durably.
+    fn forget_samples(&self, versions: &[(Key, DirtyVersion)]) -> Result<()> {
+        let mut rest = versions;
+        while let Some((first, _)) = rest.first() {
+            let len = rest.iter().take_while(|(key, _)| key.device == first.device).count();
+            let (its, further) = rest.split_at(len);
+            let identity = &self.attached(first.device)?.identity;
+            identity.forget(its.iter().map(|(key, _)| key.block));
+            self.put_identity(first.device, identity)?;
             rest = further;
         }
         Ok(())

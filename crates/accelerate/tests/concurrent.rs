@@ -10,8 +10,8 @@ use std::{
 };
 
 use burgeon_accelerate::{
-    Cached, Count, Limits, Mode, Options, SlowDevice, Store, Trust, create_with, format::Layout,
-    policy::Kind,
+    CachedDevice, Count, DeviceOptions, Limits, Mode, SlowDevice, Store, Trust, create_with,
+    format::Layout, policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, LocalFile, Result};
 use testkit::Rng;
@@ -72,7 +72,7 @@ fn version_of(bytes: &[u8]) -> u64 {
 }
 
 /// One thread's requests.
-fn work(device: &Cached<Memory, Memory>, newest: &[AtomicU64], writes: bool, seed: u64) {
+fn work(device: &CachedDevice<Memory, Memory>, newest: &[AtomicU64], writes: bool, seed: u64) {
     let mut rng = Rng::new(seed);
     let mut bytes = vec![0; 4 * BLOCK];
     for round in 1..4000 {
@@ -120,10 +120,10 @@ fn work(device: &Cached<Memory, Memory>, newest: &[AtomicU64], writes: bool, see
 #[test]
 fn no_thread_reads_an_older_version() {
     for (seed, (mode, kind, log_blocks)) in [
-        (Mode::WriteThrough, Kind::Adaptive, 0),
-        (Mode::WriteThrough, Kind::Clock, 0),
-        (Mode::WriteAround, Kind::Clock, 0),
-        (Mode::WriteBack, Kind::Clock, 64),
+        (Mode::WriteThrough, PolicyKind::Adaptive, 0),
+        (Mode::WriteThrough, PolicyKind::Clock, 0),
+        (Mode::WriteAround, PolicyKind::Clock, 0),
+        (Mode::WriteBack, PolicyKind::Clock, 64),
     ]
     .into_iter()
     .enumerate()
@@ -135,8 +135,9 @@ fn no_thread_reads_an_older_version() {
         let store = Store::open(cache, CACHE_LEN as u64, Trust::Cold, kind, distrust);
         let store = Arc::new(store.expect("no store"));
         let slow = Memory::new(BLOCKS as usize * BLOCK);
-        let options = Options::new(mode);
-        let device = Cached::attach(store, slow, "slow", Trust::Cold, options).expect("no device");
+        let options = DeviceOptions::new(mode);
+        let device =
+            CachedDevice::attach(store, slow, "slow", Trust::Cold, options).expect("no device");
         let newest: Vec<_> = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
         thread::scope(|scope| {
             for thread in 0..4 {

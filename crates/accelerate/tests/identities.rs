@@ -5,7 +5,7 @@ mod machine;
 use std::sync::{Arc, Mutex, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
-    Cached, Dirty, Limits, Mode, Options, Store, Trust, dirty_in, policy::Kind,
+    CachedDevice, DeviceOptions, Dirty, Limits, Mode, Store, Trust, dirty_in, policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, ErrorKind, LocalFile, Result};
 use machine::{BLOCK, Disk, Machine, SLOW_BLOCKS, get, lock, put};
@@ -26,7 +26,7 @@ fn dirty_machine() -> Machine {
 
 fn refused(machine: &Machine, slow: &Disk, trust: Trust) -> String {
     let before = lock(&slow.0.bytes).clone();
-    let result = machine.attach("slow", slow, trust, Options::new(BACK));
+    let result = machine.attach("slow", slow, trust, DeviceOptions::new(BACK));
     let error = result.map(drop).expect_err("another device gets the dirty blocks");
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(*lock(&slow.0.bytes) == before, "another device was written to");
@@ -55,10 +55,56 @@ fn another_device_is_refused_by_what_differs() {
     }
     // A copy of the device that has no serial number is the device.
     let copy = machine.slow.copy();
-    let device = machine.attach("slow", &copy, Trust::Cold, Options::new(BACK)).expect("refused");
+    let device =
+        machine.attach("slow", &copy, Trust::Cold, DeviceOptions::new(BACK)).expect("refused");
     assert_eq!((get(&device, 3).unwrap_or(0), get(&device, 4).unwrap_or(0)), (2, 1));
     device.store().write_back_all().expect("writing back fails");
     assert!(copy.block(900) == [2; BLOCK] && machine.slow.block(900) == [1; BLOCK]);
+}
+
+/// Two file systems of one kind and size may differ in few blocks, which are dirty soon.
+#[test]
+fn another_device_is_refused_by_what_is_dirty() {
+    let machine = dirty_machine();
+    for trust in [Trust::Warm, Trust::Cold] {
+        let other = machine.slow.copy();
+        other.write_at(3 * BLOCK as u64, &[7; BLOCK]).expect("a write fails");
+        assert!(refused(&machine, &other, trust).contains("bytes 12288 to 16384 differ"));
+    }
+    // What is being written back says nothing: after a power failure, the device has a part of it.
+    let options = DeviceOptions::new(BACK);
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
+    device.write_back(device.store().log_position(), 4096).expect("writing back fails");
+    put(&device, 3, 4);
+    device.flush().expect("a flush fails");
+    drop(device);
+    let other = machine.slow.copy();
+    other.write_at(3 * BLOCK as u64, &[7; BLOCK]).expect("a write fails");
+    let result = machine.attach("slow", &other, Trust::Cold, options);
+    assert!(result.is_err(), "it has been written back since");
+    machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
+}
+
+#[test]
+fn a_copy_of_the_identity_that_rots_refuses_no_device_of_its_own() {
+    for copy in 0..2 {
+        let machine = dirty_machine();
+        let options = DeviceOptions::new(BACK);
+        let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
+        machine.slow.fail(true);
+        let before = device.store().log_position();
+        device.write_back(before, 4096).expect_err("the slow device fails");
+        drop(device);
+        machine.slow.fail(false);
+        // It was on its way.
+        machine.slow.write_at(3 * BLOCK as u64, &[2; BLOCK]).expect("a write fails");
+        let first = machine.log + machine::LOG_BLOCKS as usize;
+        for number in 0..16 {
+            let at = ((first + 2 * number + copy) * BLOCK + 99) as u64;
+            machine.cache.write_at(at, &[0xa5]).expect("a write fails");
+        }
+        machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
+    }
 }
 
 #[test]
@@ -70,7 +116,7 @@ fn an_accepted_loss_is_the_end_of_the_dirty_blocks() {
     assert_eq!(dirty_in(&machine.cache, machine::CACHE_LEN as u64).unwrap(), dirty);
     for len in [SLOW_BLOCKS, SLOW_BLOCKS / 2] {
         let other = Disk::new(len * BLOCK);
-        let options = Options { accepts_loss: true, ..Options::new(BACK) };
+        let options = DeviceOptions { accepts_loss: true, ..DeviceOptions::new(BACK) };
         let device = machine.attach("slow", &other, Trust::Cold, options).expect("refused");
         assert_eq!((device.dirty(), get(&device, 3).unwrap_or(9)), (0, 0));
         put(&device, 5, 4);
@@ -80,7 +126,7 @@ fn an_accepted_loss_is_the_end_of_the_dirty_blocks() {
         assert_eq!(bytes_of(&store), [("slow".to_owned(), 4096)]);
         drop(store);
         refused_after(&machine, &Disk::new((len + 8) * BLOCK));
-        let options = Options::new(BACK);
+        let options = DeviceOptions::new(BACK);
         let device = machine.attach("slow", &other, Trust::Cold, options).expect("refused");
         device.store().write_back_all().expect("writing back fails");
         assert!(other.block(5) == [4; BLOCK] && other.block(3) == [0; BLOCK]);
@@ -94,7 +140,7 @@ fn bytes_of(store: &Store<Disk>) -> Vec<(String, u64)> {
 }
 
 fn refused_after(machine: &Machine, slow: &Disk) {
-    let result = machine.attach("slow", slow, Trust::Cold, Options::new(BACK));
+    let result = machine.attach("slow", slow, Trust::Cold, DeviceOptions::new(BACK));
     assert!(
         result.map(drop).expect_err("another device").to_string().contains("accept their loss")
     );
@@ -104,7 +150,7 @@ fn refused_after(machine: &Machine, slow: &Disk) {
 #[test]
 fn the_blocks_of_a_forgotten_device_are_not_those_of_the_next() {
     let machine = dirty_machine();
-    let options = Options::new(BACK);
+    let options = DeviceOptions::new(BACK);
     let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
     device.write_back(device.store().log_position(), 4096).expect("writing back fails");
     assert_eq!((device.dirty(), machine.slow.block(3)), (0, vec![2; BLOCK]));
@@ -113,7 +159,7 @@ fn the_blocks_of_a_forgotten_device_are_not_those_of_the_next() {
     let store = machine.store(Trust::Cold).expect("no store");
     assert!(store.dirty_devices().is_empty());
     let next = Disk::new(SLOW_BLOCKS * BLOCK);
-    let device = Cached::attach(store, next.clone(), "next", Trust::Cold, options);
+    let device = CachedDevice::attach(store, next.clone(), "next", Trust::Cold, options);
     let device = device.expect("not attached");
     assert_eq!((device.dirty(), get(&device, 3).unwrap_or(9)), (0, 0));
     device.store().write_back_all().expect("writing back fails");
@@ -125,7 +171,7 @@ fn the_blocks_of_a_forgotten_device_are_not_those_of_the_next() {
 fn own_writes_change_no_identity() {
     for trust in [Trust::Warm, Trust::Cold] {
         let machine = Machine::new();
-        let attach = || machine.attach("slow", &machine.slow, trust, Options::new(BACK));
+        let attach = || machine.attach("slow", &machine.slow, trust, DeviceOptions::new(BACK));
         let mut rng = testkit::Rng::new(7);
         for round in 1..120 {
             let device = attach().unwrap_or_else(|error| panic!("round {round}: {error}"));
@@ -139,7 +185,7 @@ fn own_writes_change_no_identity() {
     }
 }
 
-fn step(device: &Cached<Disk, Disk>, rng: &mut testkit::Rng) -> Result<()> {
+fn step(device: &CachedDevice<Disk, Disk>, rng: &mut testkit::Rng) -> Result<()> {
     let block = if rng.below(2) == 0 { rng.below(300) } else { rng.below(SLOW_BLOCKS as u64) };
     let len = 1 + rng.below(16).min(SLOW_BLOCKS as u64 - block - 1);
     let range = ByteRange::at(block * BLOCK as u64, len * BLOCK as u64).expect("a range");
@@ -160,8 +206,8 @@ fn a_dirty_device_that_is_absent_keeps_its_blocks_and_disturbs_no_other() {
     let machine = dirty_machine();
     let other = Disk::new(SLOW_BLOCKS * BLOCK);
     let store = machine.store(Trust::Cold).expect("no store");
-    let options = Options::new(BACK);
-    let device = Cached::attach(store, other.clone(), "other", Trust::Cold, options);
+    let options = DeviceOptions::new(BACK);
+    let device = CachedDevice::attach(store, other.clone(), "other", Trust::Cold, options);
     let device = device.expect("not attached");
     for round in 1..4 {
         (0..SLOW_BLOCKS).for_each(|block| put(&device, block, round));
@@ -177,7 +223,7 @@ fn a_dirty_device_that_is_absent_keeps_its_blocks_and_disturbs_no_other() {
     // A restart finds none of the blocks of the other one.
     let store = machine.store(Trust::Cold).expect("no store");
     assert_eq!(bytes_of(&store), [("slow".to_owned(), 8192)]);
-    let slow = Cached::attach(store, machine.slow.clone(), "slow", Trust::Cold, options);
+    let slow = CachedDevice::attach(store, machine.slow.clone(), "slow", Trust::Cold, options);
     let slow = slow.expect("not attached");
     slow.store().write_back_all().expect("writing back fails");
     assert!(machine.slow.block(3) == [2; BLOCK] && slow.store().dirty_devices().is_empty());
@@ -189,8 +235,9 @@ fn bytes_that_are_gone_are_refused_by_name() {
     let machine = dirty_machine();
     let gone = machine.store(Trust::Warm).expect("no store").dirty_devices();
     let store = Store::failed(Disk::new(machine::CACHE_LEN), gone).expect("no store");
-    let options = Options { is_in_use: true, ..Options::new(BACK) };
-    let device = Cached::attach(store.into(), machine.slow.clone(), "slow", Trust::Cold, options);
+    let options = DeviceOptions { is_in_use: true, ..DeviceOptions::new(BACK) };
+    let device =
+        CachedDevice::attach(store.into(), machine.slow.clone(), "slow", Trust::Cold, options);
     let device = device.expect("not attached");
     let error = get(&device, 3).expect_err("an older version is served").to_string();
     assert!(error.contains("bytes 12288 to 16384 of slow were dirty"), "{error}");
@@ -202,7 +249,7 @@ fn bytes_that_are_gone_are_refused_by_name() {
     assert!(device.flush().is_err());
 }
 
-/// It is told before a write goes round the cache.
+/// It is told before a write bypasses the cache.
 #[test]
 fn a_cache_device_that_dies_leaves_a_list_of_what_it_had() {
     let machine = Machine::new();
@@ -212,9 +259,9 @@ fn a_cache_device_that_dies_leaves_a_list_of_what_it_had() {
         lock(&place).extend_from_slice(dirty);
         Ok(())
     });
-    let store = Store::open(machine.cache.clone(), len, Trust::Cold, Kind::Clock, distrust);
-    let (store, options) = (Arc::new(store.expect("no store")), Options::new(BACK));
-    let device = Cached::attach(store, machine.slow.clone(), "slow", Trust::Cold, options);
+    let store = Store::open(machine.cache.clone(), len, Trust::Cold, PolicyKind::Clock, distrust);
+    let (store, options) = (Arc::new(store.expect("no store")), DeviceOptions::new(BACK));
+    let device = CachedDevice::attach(store, machine.slow.clone(), "slow", Trust::Cold, options);
     let device = device.expect("not attached");
     (10..20).for_each(|block| put(&device, block, 1));
     put(&device, 30, 1);
@@ -226,7 +273,8 @@ fn a_cache_device_that_dies_leaves_a_list_of_what_it_had() {
     assert!(machine.slow.block(40) == [1; BLOCK] && get(&device, 15).is_err());
 }
 
-/// A sample that is written back while others are read is not replaced by what was read of it before.
+/// A sample that is written back while others are read is not replaced by what was read of it
+/// before.
 #[test]
 fn a_sample_that_is_written_back_meanwhile_is_the_newer_one() {
     let machine = Machine::new();
@@ -247,11 +295,11 @@ fn a_sample_that_is_written_back_meanwhile_is_the_newer_one() {
     own_device_comes_back(&machine, device);
 }
 
-fn own_device_comes_back(machine: &Machine, device: Arc<Cached<Disk, Disk>>) {
+fn own_device_comes_back(machine: &Machine, device: Arc<CachedDevice<Disk, Disk>>) {
     device.set_mode(BACK).expect("the mode stays");
     put(&device, 500, 2);
     drop(device);
-    let device = machine.attach("slow", &machine.slow, Trust::Cold, Options::new(BACK));
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, DeviceOptions::new(BACK));
     assert_eq!(get(&device.expect("its own device is refused"), 500).unwrap_or(0), 2);
 }
 
@@ -275,7 +323,7 @@ fn a_write_on_its_way_to_the_log_keeps_the_identity() {
     assert_eq!(device.write_back(first, usize::MAX).expect("writing back fails"), 0);
     assert_eq!((device.dirty(), machine.slow.block(3)), (1, vec![1; BLOCK]));
     drop(device);
-    let device = machine.attach("slow", &machine.slow, Trust::Cold, Options::new(BACK));
+    let device = machine.attach("slow", &machine.slow, Trust::Cold, DeviceOptions::new(BACK));
     assert_eq!(get(&device.expect("its own device is refused"), 4).unwrap_or(0), 2);
 }
 
@@ -283,9 +331,9 @@ fn a_write_on_its_way_to_the_log_keeps_the_identity() {
 fn a_device_that_fails_keeps_no_other_from_being_written_back() {
     let machine = dirty_machine();
     let store = machine.store(Trust::Warm).expect("no store");
-    let options = Options::new(BACK);
+    let options = DeviceOptions::new(BACK);
     let (slow, other) = (machine.slow.clone(), Disk::new(SLOW_BLOCKS * BLOCK));
-    let attach = |slow, name| Cached::attach(store.clone(), slow, name, Trust::Warm, options);
+    let attach = |slow, name| CachedDevice::attach(store.clone(), slow, name, Trust::Warm, options);
     let failing = attach(slow, "slow").expect("not attached");
     let device = attach(other.clone(), "other").expect("not attached");
     put(&device, 7, 1);
@@ -305,8 +353,8 @@ fn a_device_that_fails_keeps_no_other_from_being_written_back() {
     assert_eq!(failing.dirty() + device.dirty(), 0);
 }
 
-/// Otherwise a power failure takes the version from the log alone, and the slow device is another one
-/// than is known.
+/// Otherwise a power failure takes the version from the log alone, and the slow device is another
+/// one than is known.
 #[test]
 fn a_version_is_durable_in_the_log_before_the_slow_device_has_it() {
     for apart in [false, true] {

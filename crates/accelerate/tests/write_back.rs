@@ -5,9 +5,9 @@ mod machine;
 use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
-    Cached, Counts, Limits, Mode, Options, Store, Trust, create_with,
+    CachedDevice, Counts, DeviceOptions, Limits, Mode, Store, Trust, create_with,
     format::{LOG_MIN, Layout},
-    policy::Kind,
+    policy::PolicyKind,
 };
 use burgeon_block::{ErrorKind, LocalFile};
 use machine::{BLOCK, CACHE_LEN, Disk, Machine, SLOW_BLOCKS, get, lock, put};
@@ -154,10 +154,10 @@ fn a_dead_cache_device_takes_the_dirty_blocks_alone() {
     machine.cache.fail(false);
     drop(device);
     // Block 10 was written round the cache, so it is another one than the cache knows.
-    let options = Options::new(Mode::WriteBack);
+    let options = DeviceOptions::new(Mode::WriteBack);
     let refused = machine.attach("slow", &machine.slow, Trust::Cold, options);
     assert_eq!(refused.map(drop).unwrap_err().kind(), ErrorKind::Invalid);
-    let options = Options { is_changed: true, ..options };
+    let options = DeviceOptions { is_changed: true, ..options };
     let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("no device");
     let read = [3, 9, 10].map(|block| get(&device, block).unwrap_or(0));
     assert_eq!(read, [1, 7, 2]);
@@ -230,7 +230,7 @@ fn a_retired_block_leaves_nothing_older_in_the_stored_index() {
     device.tidy().expect("tidying fails");
     assert!(device.store().sets().used() >= 32);
     // Under this policy, the blocks do not come back to their slots at once.
-    device.store().set_policy(Kind::Adaptive);
+    device.store().set_policy(PolicyKind::Adaptive);
     (0..32).for_each(|block| put(&device, block, 1));
     device.store().write_back_all().expect("writing back fails");
     drop(device);
@@ -273,10 +273,12 @@ fn a_loss_that_shows_at_a_cold_start_fails_the_flushes_of_a_device_in_use() {
         create_with(&cache, layout, [1; 16]).expect("no cache");
         let (len, distrust) =
             (CACHE_LEN as u64, Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(())));
-        let store = Store::open(cache, len, Trust::Cold, Kind::Clock, distrust).expect("no store");
-        let options = Options { is_in_use, ..Options::new(Mode::WriteThrough) };
+        let store =
+            Store::open(cache, len, Trust::Cold, PolicyKind::Clock, distrust).expect("no store");
+        let options = DeviceOptions { is_in_use, ..DeviceOptions::new(Mode::WriteThrough) };
         slow.fail(true);
-        let device = Cached::attach(Arc::new(store), slow.clone(), "slow", Trust::Cold, options);
+        let device =
+            CachedDevice::attach(Arc::new(store), slow.clone(), "slow", Trust::Cold, options);
         slow.fail(false);
         let device = device.expect("not attached").count_in(Counts::default());
         assert_eq!(device.flush().is_err(), is_in_use);

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   supervise.sock     the supervisor: attach, detach, set
-//!   serve.sock    the server: status, set, flush, check; the supervisor listens and passes it on
+//!   serve.sock    the server: status, histogram, set, flush, check; the supervisor listens and passes it on
 //! ```
 //!
-//! Both lie in the cache's folder, which only root can enter. A document is bounded, and a peer that
-//! does not answer in time is left.
+//! Both lie in the cache's folder, which only root can enter. A document is bounded, and a peer
+//! that does not answer in time is left.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -43,11 +43,11 @@ pub enum Ask {
     },
     /// To the server: all figures.
     Status,
-    /// To the supervisor, which remembers it for later servers, and then to the server: change settings
-    /// of a device.
+    /// To the supervisor, which remembers it for later servers, and then to the server: change
+    /// settings of a device.
     Set(Set),
-    /// To the server: write back dirty blocks of a device for a moment. The answer has the dirty bytes
-    /// that are left, and a `before` for the next request.
+    /// To the server: write back dirty blocks of a device for a moment. The answer has the dirty
+    /// bytes that are left, and a `before` for the next request.
     WriteBack {
         /// Of the device.
         name: String,
@@ -68,6 +68,11 @@ pub enum Ask {
         /// The slot to begin with; the answer names the next one as `next`, or none at the end.
         from: u32,
     },
+    /// To the server: the distributions of durations and sizes of a device's requests.
+    Histogram {
+        /// Of the device.
+        name: String,
+    },
 }
 
 /// New settings of a device; `None` leaves one as it is.
@@ -85,8 +90,8 @@ pub struct Set {
     pub dirty_limit: Option<u8>,
     /// Of the whole cache: the age in seconds from which on a block is written back.
     pub dirty_age: Option<u64>,
-    /// Of the whole cache: bytes a second that are written back; 0 for what the slow device's idle time
-    /// allows.
+    /// Of the whole cache: bytes a second that are written back; 0 for what the slow device's idle
+    /// time allows.
     pub writeback_rate: Option<u64>,
 }
 
@@ -99,7 +104,7 @@ pub struct Attach {
     pub name: String,
     /// The name of a [`burgeon_accelerate::Mode`].
     pub mode: String,
-    /// Bytes of a sequence from which on it goes round the cache.
+    /// Bytes of a sequence from which on it bypasses the cache.
     pub cutoff: u64,
     /// The policy of the cache; `None` leaves it as it is.
     pub policy: Option<String>,

@@ -1,12 +1,13 @@
-//! The slow devices whose newest content may lie in a cache alone, as the state directory knows them.
+//! The slow devices whose newest content may lie in a cache alone, as the state directory knows
+//! them.
 //!
 //! ```text
 //!   accelerate/NAME/  dirty/DEVICE   a document, from before the first dirty block until after the last
 //!                     distrust       the cache device has failed: the bytes that were dirty then
 //! ```
 //!
-//! So `status`, `doctor` and the supervisor know of dirty blocks when the cache device cannot be read, and a
-//! server that follows a dead one knows which bytes went with it.
+//! So `status`, `doctor` and the supervisor know of dirty blocks when the cache device cannot be
+//! read, and a server that follows a dead one knows which bytes went with it.
 //!
 //! Invariant: while a cache has a dirty block of a device, its document is there, durably.
 
@@ -107,8 +108,8 @@ impl Owners {
         }
     }
 
-    /// Records that all devices may be written to without the cache, but for those that were not attached
-    /// yet.
+    /// Records that all devices may be written to without the cache, but for those that were not
+    /// attached yet.
     pub(crate) fn note_changed(&self) -> Result<()> {
         let attached = |(_, owner): &(String, Owner)| !owner.slow.as_os_str().is_empty();
         self.all()
@@ -117,14 +118,15 @@ impl Owners {
             .try_for_each(|(name, owner)| self.put(&name, &Owner { changed: true, ..owner }))
     }
 
-    /// True if `slow` is the device `name`, and its content tells nothing. `Invalid` if only its content could
-    /// tell whether it is, unless a loss is accepted: then its content decides.
+    /// True if `slow` is the device `name`, and its content tells nothing. `Invalid` if only its
+    /// content could tell whether it is, unless a loss is accepted: then its content decides.
     pub(crate) fn is_changed(&self, name: &str, slow: &Disk, accepts_loss: bool) -> Result<bool> {
         match self.get(name).filter(|owner| owner.changed) {
             Some(owner) if !owner.is(slow) && !accepts_loss => {
                 let what = format!(
-                    "the cache has newer content of {}, which was written to without the cache: nothing tells \
-                     whether {} is that device; attach that, or accept the loss (--accept-loss)",
+                    "the cache has newer content of {}, which was written to without the cache, so its \
+                     content does not show whether {} is that device: attach the original one, or \
+                     give the cache's content up (--accept-loss)",
                     owner.slow.display(),
                     slow.path().display()
                 );
@@ -165,8 +167,8 @@ impl Owners {
     }
 }
 
-/// `Unavailable` if `slow` is a device that a cache has newer content of, but for `name` in the cache of
-/// `own`: whoever used it would use old content, and change it.
+/// `Unavailable` if `slow` is a device that a cache has newer content of, but for
+/// `name` in the cache of `own`: whoever used it would use old content, and change it.
 pub fn refuse_elsewhere(own: &Folder, name: &str, slow: &Disk) -> Result<()> {
     for folder in own.siblings() {
         for (other, owner) in folder.dirty() {
@@ -235,8 +237,8 @@ struct Gone {
     ranges: Vec<(u64, u64)>,
 }
 
-/// Records, durably and not on the cache device, that the content must not be used, and which bytes the
-/// slow devices lack.
+/// Records, durably and not on the cache device, that the content must not be used, and which bytes
+/// the slow devices lack.
 pub(crate) fn record_distrust(place: &Path, dirty: &[Dirty]) -> Result<()> {
     let failed = |e: io::Error| Error::io(format!("cannot write {}", place.display()), e);
     let gone = dirty.iter().map(|dirty| Gone {

@@ -29,8 +29,9 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens `path` for this process and those that inherit it alone. `Unavailable` if it is mounted,
-    /// or in use by others; `Invalid` if it cannot be written to, or is neither file nor block device.
+    /// Opens `path` for this process and those that inherit it alone. `Unavailable` if it is
+    /// mounted, or in use by others; `Invalid` if it cannot be written to, or is neither file nor
+    /// block device.
     pub fn open(path: &Path) -> Result<Self> {
         let what = format!("cannot open {}", path.display());
         let metadata = fs::metadata(path).map_err(|e| Error::io(&what, e))?;
@@ -92,8 +93,7 @@ impl Disk {
     /// another file's later.
     pub(crate) fn origin(&self) -> PathBuf {
         let known = fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
-        let Some(device) = self.device() else { return known };
-        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        let Some((major, minor)) = self.numbers() else { return known };
         let read = |what: &str| {
             let text = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/loop/{what}"));
             text.ok().map(|text| text.trim_end_matches('\n').to_owned())
@@ -103,6 +103,12 @@ impl Disk {
             (Some(file), Some(offset)) => format!("{file}, from byte {offset}").into(),
             (None, _) => known,
         }
+    }
+
+    /// Major and minor number of a block device.
+    pub(crate) fn numbers(&self) -> Option<(u32, u32)> {
+        let device = self.device()?;
+        Some((rustix::fs::major(device), rustix::fs::minor(device)))
     }
 
     /// The number of a block device.
@@ -154,7 +160,8 @@ fn serial_of(device: u64) -> Option<String> {
 /// Stands between the serial number of a disk and the number of a partition.
 pub(crate) const PARTITION: &str = ", partition ";
 
-/// That of the device whose folder in sysfs this is; a partition has that of its disk, and its number.
+/// That of the device whose folder in sysfs this is; a partition has that of its disk, and its
+/// number.
 fn serial_in(folder: &Path) -> Option<String> {
     let read = |path: PathBuf| {
         let text = fs::read_to_string(path).ok()?;

@@ -11,18 +11,20 @@
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
-    os::unix::fs::DirBuilderExt,
+    os::unix::{fs::DirBuilderExt, process::CommandExt},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, Result};
 use serde_json::Value;
 
 use crate::control::{Ask, ask};
 
+/// `argv[0]` of the processes of a cache.
+const SERVING: &str = "@burgeon";
 /// Limit for a supervisor to listen.
 const START_MAX: Duration = Duration::from_secs(20);
 /// The longest name of a cache.
@@ -37,7 +39,8 @@ impl Folder {
         Self(path.to_owned())
     }
 
-    /// The folder of the cache `name` in the state directory `state`. `Invalid` for a name that is none.
+    /// The folder of the cache `name` in the state directory `state`. `Invalid` for a name that is
+    /// none.
     pub fn of(state: &Path, name: &str) -> Result<Self> {
         check_name(name)?;
         Ok(Self(state.join("accelerate").join(name)))
@@ -121,7 +124,8 @@ impl Folder {
         self.0.join("distrust")
     }
 
-    /// True if a supervisor runs.
+    /// True if a supervisor runs, or its server does without it. The supervisor listens before that
+    /// is true.
     pub fn is_served(&self) -> bool {
         std::os::unix::net::UnixStream::connect(self.serve_socket()).is_ok()
     }
@@ -155,21 +159,14 @@ impl Folder {
         // What stops a supervisor is said here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");
-        let log = OpenOptions::new().create(true).append(true).open(&path);
-        let log = log.map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
-        let mut supervisor = Command::new("/proc/self/exe")
-            .arg("__accelerate-supervise")
-            .arg(&self.0)
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .map_err(|e| Error::io("cannot start the supervisor of a cache", e))?;
+        let mut starter = match Path::new("/run/systemd/system").is_dir() {
+            true => self.start_unit(&path)?,
+            false => self.start_process(&path)?,
+        };
         let deadline = Instant::now() + START_MAX;
-        while !self.is_served() || !self.supervise_socket().exists() {
-            let ended = matches!(supervisor.try_wait(), Ok(Some(_)));
-            if ended || Instant::now() > deadline {
+        while !self.is_served() {
+            let failed = matches!(starter.try_wait(), Ok(Some(status)) if !status.success());
+            if failed || Instant::now() > deadline {
                 let what = format!(
                     "the supervisor of the cache {} does not start; see {}",
                     self.name(),
@@ -181,6 +178,72 @@ impl Folder {
         }
         Ok(())
     }
+
+    fn start_process(&self, log: &Path) -> Result<Child> {
+        let file = OpenOptions::new().create(true).append(true).open(log);
+        let file = file.map_err(|e| Error::io(format!("cannot write {}", log.display()), e))?;
+        serving("__accelerate-supervise")
+            .arg(&self.0)
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(file)
+            .spawn()
+            .map_err(|e| Error::io("cannot start the supervisor of a cache", e))
+    }
+
+    /// In a unit of its own, so that the end of a session ends nothing. systemd does not stop it at
+    /// shutdown (`DefaultDependencies`), and its last kill spares it by its name: a file system in
+    /// front of the cache is unmounted before.
+    fn start_unit(&self, log: &Path) -> Result<Child> {
+        let program =
+            std::env::current_exe().map_err(|e| Error::io("cannot find the burgeon program", e))?;
+        let digest = Digest::of(self.0.as_os_str().as_encoded_bytes()).to_string();
+        let unit = format!("burgeon-accelerate-{}-{}.service", self.name(), &digest[..8]);
+        let log = log.display().to_string().replace('%', "%%");
+        Command::new("systemd-run")
+            .args(["--quiet", "--collect", "--no-ask-password"])
+            .arg(format!("--unit={unit}"))
+            .arg(format!("--description=Burgeon: the cache {}", self.name()))
+            .args(UNIT_PROPERTIES.map(|property| format!("--property={property}")))
+            .arg(format!("--property=StandardError=append:{log}"))
+            .arg("--")
+            .arg(program)
+            .arg("__accelerate-supervise")
+            .arg(&self.0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|e| Error::io("cannot run systemd-run to start the supervisor of a cache", e))
+    }
+}
+
+/// Properties of the unit.
+const UNIT_PROPERTIES: [&str; 5] = [
+    "Type=exec",
+    "DefaultDependencies=no",
+    // A server outlives its supervisor until its devices are unmounted.
+    "KillMode=process",
+    "OOMScoreAdjust=-1000",
+    "LimitMEMLOCK=infinity",
+];
+
+/// A command that runs this very program as `verb`, under the name by which systemd knows processes
+/// that file systems depend on (its document `ROOT_STORAGE_DAEMONS`).
+pub(crate) fn serving(verb: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0(SERVING).arg(verb);
+    command
+}
+
+/// Executes the supervisor's program anew under that name, unless it has it: `systemd-run` cannot
+/// choose one. The process stays the same.
+pub(crate) fn take_serving_name(folder: &Path) {
+    if std::env::args_os().next().is_some_and(|name| name == SERVING) {
+        return;
+    }
+    let error = serving("__accelerate-supervise").arg(folder).exec();
+    tracing::warn!(%error, "cannot take the name {SERVING}: systemd will kill this process early at shutdown");
 }
 
 /// The id of a cache device as text.

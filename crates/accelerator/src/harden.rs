@@ -1,5 +1,5 @@
-//! Keeps supervisor and server alive and responsive when memory is short: the kernel may write dirty
-//! pages through them to get memory.
+//! Keeps supervisor and server alive and responsive when memory is short: the kernel may write
+//! dirty pages through them to get memory.
 
 use rustix::mm::{MlockAllFlags, mlockall};
 

@@ -7,10 +7,13 @@
 //!   disk      devices and files       probe    what a device holds already
 //!   harden    staying alive when memory is short   looped   attaches the loop device
 //!   device    a cached device for the engine         shared   counters that outlive a server
+//!   offline   writing back what is not attached
 //!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
-//!   status    all figures
+//!   status    all figures                            times    distributions of durations and sizes
+//!   announced the link to a device, and the mark that keeps others off the slow device
 //! ```
 
+mod announced;
 pub mod control;
 mod device;
 pub mod dirty;
@@ -18,11 +21,13 @@ pub mod disk;
 pub mod folder;
 mod harden;
 mod looped;
+pub mod offline;
 pub mod probe;
 mod serve;
 mod shared;
 mod status;
 mod supervise;
+mod times;
 mod writing_back;
 
 pub use looped::loop_process;

@@ -1,5 +1,5 @@
-//! The process that attaches a loop device to a FUSE file: it may wait for the server, which the supervisor
-//! must not.
+//! The process that attaches a loop device to a FUSE file: it may wait for the server, which the
+//! supervisor must not.
 
 use std::{
     ffi::OsString,
@@ -14,15 +14,16 @@ use serde_json::json;
 
 use crate::control::{Answer, send};
 
-/// The main function of the helper: attaches a loop device to the FUSE file of the mount `arguments[0]`,
-/// prints its path, and holds it until its input ends.
+/// The main function of the helper: attaches a loop device to the FUSE file of the mount
+/// `arguments[0]`, prints its path, and holds it until its input ends.
 pub fn loop_process(arguments: &[OsString]) -> ExitCode {
     let number = |at: usize| arguments.get(at)?.to_str()?.parse::<i32>().ok();
     let attach = || -> Result<LoopDevice> {
         let wrong = || Error::new(ErrorKind::Invalid, "wrong arguments");
         let (mount, block) = (number(0).ok_or_else(wrong)?, number(2).ok_or_else(wrong)?);
         let name = arguments.get(1).map(|name| name.to_string_lossy()).ok_or_else(wrong)?;
-        // SAFETY: the supervisor has left this number open for this process, and nothing else here uses it.
+        // SAFETY: the supervisor has left this number open for this process, and nothing else here
+        // uses it.
         let mount = unsafe { OwnedFd::from_raw_fd(mount) };
         let file = Connection::open_writable_file_of(&mount)?;
         let name = format!("burgeon/{name}");

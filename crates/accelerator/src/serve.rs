@@ -3,13 +3,14 @@
 //! ```text
 //!   supervisor ── standard input: Plan, the numbers of inherited descriptors ──► server
 //!          ◄── standard output: "ready", or an error, as an Answer ──
-//!   each 5 s, and at the end: Cached::tidy of each device       writing_back: a thread
+//!   each 5 s, and at the end: CachedDevice::tidy of each device       writing_back: a thread
 //! ```
 //!
 //! Invariants:
 //! - It opens no device itself: those that it has are the supervisor's, whose claims outlive it.
-//! - Without its supervisor, it goes on until its devices are unmounted, without write-back: if it died, the
-//!   kernel would fail all requests, and a file system's log would end in the cache alone.
+//! - Without its supervisor, it goes on until its devices are unmounted, without write-back: if it
+//!   died, the kernel would fail all requests, and a file system's log would end in the cache
+//!   alone.
 //! - A device has a document in `dirty` before it can have dirty blocks.
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
@@ -29,7 +30,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Cached, Counts, Dirty, Mode, Options, Store, Trust, policy::Kind};
+use burgeon_accelerate::{
+    CachedDevice, Counts, DeviceOptions, Dirty, Mode, Store, Trust, policy::PolicyKind,
+};
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
@@ -43,7 +46,7 @@ use crate::{
     disk::Disk,
     harden::harden,
     shared::SharedCells,
-    status::document,
+    status::{distributions, document},
     writing_back::{Settings, WritingBack},
 };
 
@@ -69,7 +72,7 @@ pub(crate) struct Plan {
     pub(crate) cache: PathBuf,
     pub(crate) cache_fd: RawFd,
     pub(crate) listener_fd: RawFd,
-    /// Is made when the content must not be used any more.
+    /// The file that is made when the content must not be used any more.
     pub(crate) distrust: PathBuf,
     pub(crate) policy: String,
     pub(crate) writing_back: Settings,
@@ -104,7 +107,9 @@ pub(crate) struct PlanDevice {
 
 /// A served device.
 struct Device {
-    cached: Arc<Cached<Disk, Disk>>,
+    cached: Arc<CachedDevice<Disk, Disk>>,
+    cells: Arc<SharedCells>,
+    slots: Arc<Slots>,
     resends: bool,
     /// Requests that begin write-back: its document stays meanwhile.
     beginning: AtomicU32,
@@ -151,7 +156,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         .enable_all()
         .build()
         .map_err(|e| Error::io("cannot start threads", e))?;
-    let policy = named(&plan.policy, Kind::parse, "policy")?;
+    let policy = named(&plan.policy, PolicyKind::parse, "policy")?;
     let store = Arc::new(open(&plan, policy)?);
     let listener = UnixListener::from(take(plan.listener_fd));
     let owners = Owners::at(&plan.owners);
@@ -166,23 +171,24 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let mode = mode_of(&device, &store)?;
         let is_changed = owners.is_changed(&device.name, &slow, device.accept_loss)?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
-        let options = Options {
+        let options = DeviceOptions {
             mode,
             cutoff: device.cutoff,
             is_in_use: device.is_in_use,
             is_changed,
             accepts_loss: device.accept_loss,
         };
-        let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
-        let cells = SharedCells::map(&take(device.counters_fd))?;
-        let cached = Arc::new(cached.count_in(Counts::shared(Arc::new(cells))));
+        let cached = CachedDevice::attach(store.clone(), slow, &device.name, trust, options)?;
+        let cells = Arc::new(SharedCells::map(&take(device.counters_fd))?);
+        let cached = Arc::new(cached.count_in(Counts::shared(cells.clone())));
         // Before it is served, and not before it is the right device.
         if !cached.is_settled() && !store.has_failed() {
             owners.put(&device.name, &Owner::of(cached.slow(), store.id()))?;
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
-        let server = serve_writable(fuse, slots, Arc::new(Served(cached.clone())), &options)?;
+        let served = Arc::new(Served { cached: cached.clone(), cells: cells.clone() });
+        let server = serve_writable(fuse, slots.clone(), served, &options)?;
         let ended = Arc::new(AtomicBool::new(false));
         let (ending, flag) = (server.ended(), ended.clone());
         runtime.spawn(async move {
@@ -191,7 +197,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
             }
         });
         let (server, beginning) = (Mutex::new(Some(server)), AtomicU32::new(0));
-        devices.push(Device { cached, resends: device.resends, beginning, server, ended });
+        let resends = device.resends;
+        devices.push(Device { cached, cells, slots, resends, beginning, server, ended });
     }
     record_absent(&store, &devices, &owners)?;
     let serving = Serving {
@@ -223,8 +230,8 @@ fn mode_of(device: &PlanDevice, store: &Store<Disk>) -> Result<Mode> {
 
 /// The descriptor of this number, which the supervisor has passed on.
 fn take(number: RawFd) -> OwnedFd {
-    // SAFETY: the supervisor has left this number open for this process, and names each once; nothing in
-    // this process has opened or closed a descriptor of that number before.
+    // SAFETY: the supervisor has left this number open for this process, and names each once;
+    // nothing in this process has opened or closed a descriptor of that number before.
     unsafe { OwnedFd::from_raw_fd(number) }
 }
 
@@ -233,7 +240,7 @@ pub(crate) fn named<T>(name: &str, parse: impl Fn(&str) -> Option<T>, what: &str
     parse(name).ok_or_else(unknown)
 }
 
-fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
+fn open(plan: &Plan, policy: PolicyKind) -> Result<Store<Disk>> {
     let file = Disk::adopt(File::from(take(plan.cache_fd)), &plan.cache)?;
     let size = file.size();
     let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
@@ -252,7 +259,7 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
         }
         Err(error) if plan.goes_round => {
             let cache = plan.cache.display();
-            tracing::error!(%cache, %error, "the cache cannot be opened: requests go round it");
+            tracing::error!(%cache, %error, "the cache cannot be opened: requests bypass it");
             let gone = match plan.is_distrusted {
                 true => gone(&plan.distrust)?,
                 false => Vec::new(),
@@ -268,7 +275,8 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     }
 }
 
-/// `Invalid` if the cache has no log, `UnsupportedFormat` if the kernel loses writes of a dead server.
+/// `Invalid` if the cache has no log, `UnsupportedFormat` if the kernel loses writes of a dead
+/// server.
 fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
     if !resends {
         return Err(Error::new(ErrorKind::UnsupportedFormat, NO_RESEND));
@@ -284,8 +292,8 @@ fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, what))
 }
 
-/// Absent devices of which the cache has dirty blocks are known, also if the cache comes from elsewhere;
-/// and those of which it has none are not.
+/// Absent devices of which the cache has dirty blocks are known, also if the cache comes from
+/// elsewhere; and those of which it has none are not.
 fn record_absent(store: &Store<Disk>, devices: &[Device], owners: &Owners) -> Result<()> {
     if store.has_failed() {
         return Ok(());
@@ -413,7 +421,7 @@ impl Serving {
         done
     }
 
-    fn begin_write_back(&self, device: &Cached<Disk, Disk>) -> Result<()> {
+    fn begin_write_back(&self, device: &CachedDevice<Disk, Disk>) -> Result<()> {
         {
             let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
             owners.put(device.name(), &Owner::of(device.slow(), self.store.id()))?;
@@ -432,7 +440,7 @@ impl Serving {
     fn set(&self, set: Set) -> Result<Value> {
         let device = self.device(&set.name)?;
         let mode = set.mode.map(|mode| named(&mode, Mode::parse, "mode")).transpose()?;
-        let policy = set.policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
+        let policy = set.policy.map(|p| named(&p, PolicyKind::parse, "policy")).transpose()?;
         mode.map_or(Ok(()), |mode| self.set_mode(device, mode))?;
         policy.into_iter().for_each(|policy| self.store.set_policy(policy));
         set.cutoff.into_iter().for_each(|cutoff| device.cached.set_cutoff(cutoff));
@@ -507,6 +515,7 @@ impl Serving {
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
             }
             Ask::Check { name, from } => self.check(&name, from),
+            Ask::Histogram { name } => self.distributions(&name),
             Ask::Attach(_) | Ask::Detach { .. } => Err(Error::new(
                 ErrorKind::Invalid,
                 "only the supervisor of a cache attaches and detaches: use `burgeon accelerate`",
@@ -543,6 +552,11 @@ impl Serving {
     fn status(&self) -> Value {
         let devices = self.devices.iter().map(|device| &*device.cached);
         document(&self.store, devices, &self.writing_back)
+    }
+
+    fn distributions(&self, name: &str) -> Result<Value> {
+        let device = self.device(name)?;
+        Ok(distributions(name, device.cells.times(), device.slots.counters()))
     }
 }
 

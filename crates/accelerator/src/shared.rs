@@ -1,4 +1,10 @@
 //! Counters in memory that the supervisor holds, so that the death of a server loses none.
+//!
+//! ```text
+//!   memfd   Cells (counters of the core) │ Times (distributions)
+//! ```
+//!
+//! New fields come at the end: the memory of a supervisor of an earlier version is made longer.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -8,15 +14,24 @@ use std::{
 use burgeon_accelerate::Cells;
 use burgeon_block::{Error, Result};
 use rustix::{
-    fs::{MemfdFlags, ftruncate, memfd_create},
+    fs::{MemfdFlags, fstat, ftruncate, memfd_create},
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
-const LEN: usize = size_of::<Cells>();
+use crate::times::Times;
+
+/// All of the memory: atomics, in which every bit pattern is valid.
+#[repr(C)]
+struct Memory {
+    cells: Cells,
+    times: Times,
+}
+
+const LEN: usize = size_of::<Memory>();
 
 /// The counters of one device, mapped.
 pub(crate) struct SharedCells {
-    map: NonNull<Cells>,
+    map: NonNull<Memory>,
 }
 
 /// The memory of the counters of a new device: zeros.
@@ -31,9 +46,13 @@ impl SharedCells {
     /// Maps the counters in `memory`, which the supervisor has made.
     pub(crate) fn map(memory: &OwnedFd) -> Result<Self> {
         let memory: BorrowedFd<'_> = memory.as_fd();
+        let unknown = |e: rustix::io::Errno| Error::io("cannot measure counters", e.into());
+        if (fstat(memory).map_err(unknown)?.st_size as u64) < LEN as u64 {
+            ftruncate(memory, LEN as u64).map_err(unknown)?;
+        }
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: a new mapping at a place that the kernel chooses; the memory has `LEN` bytes, which
-        // nobody shortens.
+        // SAFETY: a new mapping at a place that the kernel chooses; the memory has `LEN` bytes,
+        // which nobody shortens.
         let map = unsafe { mmap(ptr::null_mut(), LEN, protection, flags, memory, 0) };
         let failed = |e: rustix::io::Errno| Error::io("cannot map counters", e.into());
         let map = NonNull::new(map.map_err(failed)?.cast());
@@ -41,11 +60,21 @@ impl SharedCells {
     }
 }
 
+impl SharedCells {
+    fn memory(&self) -> &Memory {
+        // SAFETY: the mapping lives as long as this value; it is aligned to a page, holds atomics
+        // alone, and every bit pattern of them is valid.
+        unsafe { self.map.as_ref() }
+    }
+
+    pub(crate) fn times(&self) -> &Times {
+        &self.memory().times
+    }
+}
+
 impl AsRef<Cells> for SharedCells {
     fn as_ref(&self) -> &Cells {
-        // SAFETY: the mapping lives as long as this value; the cells are atomics, aligned to a page,
-        // and every bit pattern is valid.
-        unsafe { self.map.as_ref() }
+        &self.memory().cells
     }
 }
 
@@ -60,3 +89,25 @@ impl Drop for SharedCells {
 unsafe impl Send for SharedCells {}
 // SAFETY: as above.
 unsafe impl Sync for SharedCells {}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_accelerate::{Cells, Count, Counts};
+    use rustix::fs::ftruncate;
+
+    use super::{SharedCells, memory};
+    use crate::times::Kind;
+
+    #[test]
+    fn the_memory_of_an_earlier_version_gets_distributions() {
+        let memory = memory().unwrap();
+        ftruncate(&memory, size_of::<Cells>() as u64).unwrap();
+        let [before, after] = [0; 2].map(|_| SharedCells::map(&memory).unwrap());
+        before.times().of(Kind::Flush).record(7);
+        assert_eq!(after.times().of(Kind::Flush).snapshot().count(), 1);
+        let [before, after] =
+            [before, after].map(|cells| Counts::shared(std::sync::Arc::new(cells)));
+        before.add(Count::Flushes, 3);
+        assert_eq!(after.get(Count::Flushes), 3);
+    }
+}

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use burgeon_accelerate::{Cached, Count, Store};
-use burgeon_block::BLOCK_SIZE;
+use burgeon_accelerate::{CachedDevice, Count, Store};
+use burgeon_block::{BLOCK_SIZE, Counters, HistogramSnapshot};
 use serde_json::{Value, json};
 
 use crate::{
     disk::Disk,
+    times::{Kind, Times},
     writing_back::{Settings, WritingBack},
 };
 
@@ -17,7 +18,7 @@ const GONE_MAX: usize = 16;
 /// The document.
 pub(crate) fn document<'a>(
     store: &Store<Disk>,
-    devices: impl Iterator<Item = &'a Cached<Disk, Disk>>,
+    devices: impl Iterator<Item = &'a CachedDevice<Disk, Disk>>,
     writing_back: &WritingBack,
 ) -> Value {
     let sets = store.sets();
@@ -63,4 +64,43 @@ pub(crate) fn document<'a>(
         "pid": std::process::id(),
         "devices": devices.collect::<Vec<_>>(),
     })
+}
+
+/// The distributions of one device. `counters` are those of the request engine: of its hits, each
+/// is a block of the cache device.
+pub(crate) fn distributions(name: &str, times: &Times, counters: &Counters) -> Value {
+    let hits = counters.hit_latency.snapshot();
+    let durations = Kind::DURATIONS.map(|(kind, key)| {
+        let own = times.of(kind).snapshot();
+        let all = if kind == Kind::ReadCache { own.with(&hits) } else { own };
+        (key, distribution(&all))
+    });
+    let sizes = Kind::SIZES.map(|(kind, key)| (key, distribution(&times.of(kind).snapshot())));
+    let mut document = json!({ "name": name });
+    for (key, value) in durations.into_iter().chain(sizes) {
+        document[key] = value;
+    }
+    document
+}
+
+/// Its number of values, their sum, percentiles, and the number of values below each power of two.
+fn distribution(values: &HistogramSnapshot) -> Value {
+    let quantiles = [(0.5, "p50"), (0.9, "p90"), (0.99, "p99"), (0.999, "p99_9"), (1.0, "max")];
+    let mut document = json!({ "count": values.count(), "sum": values.sum() });
+    for (share, key) in quantiles {
+        document[key] = values.quantile(share).into();
+    }
+    let powers = (0..=u64::BITS).map(|power| (power, values.below(power)));
+    // Without those below the smallest value, and those above the largest one.
+    let count = values.count();
+    let mut buckets = Vec::new();
+    for (power, below) in powers.skip_while(|(_, below)| *below == 0) {
+        let end = 1u64.checked_shl(power).unwrap_or(u64::MAX);
+        buckets.push(json!({ "below": end, "count": below }));
+        if below == count {
+            break;
+        }
+    }
+    document["buckets"] = buckets.into();
+    document
 }

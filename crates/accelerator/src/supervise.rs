@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A server that dies costs its readers a wait: its successor answers their requests, and keeps the
-//! cached content, because nobody else could have written meanwhile. Attaching and detaching stop the
-//! server in order, and start one with the new list.
+//! cached content, because nobody else could have written meanwhile. Attaching and detaching stop
+//! the server in order, and start one with the new list.
 //!
 //! Invariants:
 //! - Content is kept only for devices that this supervisor has had without interruption.
@@ -21,16 +21,16 @@ use std::{
     io::{self, Write},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{fs::symlink, net::UnixListener},
+        unix::net::UnixListener,
     },
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, Stdio},
+    process::{Child, ExitCode, Stdio},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Counts, Mode, policy::Kind};
+use burgeon_accelerate::{Counts, Mode, policy::PolicyKind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
@@ -41,10 +41,11 @@ use rustix::{
 use serde_json::{Value, json};
 
 use crate::{
+    announced::Announced,
     control::{Answer, Ask, Attach, Set, question, receive, reply},
     dirty::refuse_elsewhere,
     disk::Disk,
-    folder::Folder,
+    folder::{Folder, serving, take_serving_name},
     harden::harden,
     serve::{NO_RESEND, Plan, PlanDevice, connect, named},
     shared::{SharedCells, memory},
@@ -65,6 +66,7 @@ const DEATHS_MAX: u32 = 5;
 /// A device that the supervisor has.
 struct Device {
     options: Attach,
+    announced: Announced,
     slow: Disk,
     fuse: OwnedFd,
     slots: Slots,
@@ -96,6 +98,7 @@ struct Supervisor {
 
 /// The main function of the process: `folder` is the cache's.
 pub fn supervise_process(folder: &Path) -> ExitCode {
+    take_serving_name(folder);
     // Its starter is gone before long; failure means that it leads a session already.
     let _ = rustix::process::setsid();
     harden();
@@ -118,9 +121,11 @@ impl Supervisor {
             UnixListener::bind(&path)
                 .map_err(|e| Error::io(format!("cannot listen at {}", path.display()), e))
         };
-        let serve = listen(folder.serve_socket())?;
+        // In this order, and in the other one at the end: who finds that a server can be asked, and
+        // no supervisor, takes the latter for dead.
         let control = listen(folder.supervise_socket())?;
-        let policy = Kind::Adaptive.name().to_owned();
+        let serve = listen(folder.serve_socket())?;
+        let policy = PolicyKind::Adaptive.name().to_owned();
         Ok(Self {
             folder,
             cache,
@@ -191,8 +196,8 @@ impl Supervisor {
     /// Gives up the sockets and the cache.
     fn end(mut self) {
         self.stop_server();
-        let _ = fs::remove_file(self.folder.supervise_socket());
         let _ = fs::remove_file(self.folder.serve_socket());
+        let _ = fs::remove_file(self.folder.supervise_socket());
     }
 
     fn answer(&mut self, ask: Ask) -> Result<Value> {
@@ -206,7 +211,11 @@ impl Supervisor {
 
     fn attach(&mut self, mut options: Attach) -> Result<Value> {
         let mode = named(&options.mode, Mode::parse, "mode")?;
-        options.policy.as_deref().map(|name| named(name, Kind::parse, "policy")).transpose()?;
+        options
+            .policy
+            .as_deref()
+            .map(|name| named(name, PolicyKind::parse, "policy"))
+            .transpose()?;
         let name = options.name.clone();
         if self.devices.iter().any(|device| device.options.name == name) {
             let what = format!("a device {name} is attached already");
@@ -225,8 +234,10 @@ impl Supervisor {
         self.warm |= warm && self.devices.is_empty();
         let policy = options.policy.clone();
         let former = policy.map(|policy| std::mem::replace(&mut self.policy, policy));
+        let announced = Announced::begin(&name, &slow);
         self.devices.push(Device {
             options,
+            announced,
             slow,
             fuse,
             slots,
@@ -240,19 +251,15 @@ impl Supervisor {
         let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
         match begun {
             Ok((file, path)) => {
-                let link = link_of(&name);
-                let linked = fs::create_dir_all("/dev/burgeon").and_then(|()| {
-                    let _ = fs::remove_file(&link);
-                    symlink(&path, &link)
-                });
-                if let Err(error) = linked {
-                    let link = link.display();
-                    tracing::warn!(device = name, %link, %error, "cannot make the link to the device");
-                }
-                let document = json!({
-                    "name": name, "device": path, "link": link, "mode": mode.name(), "note": note,
-                });
+                let mut document =
+                    json!({ "name": name, "device": path, "mode": mode.name(), "note": note });
                 if let Some(device) = self.devices.last_mut() {
+                    let link = device.announced.link();
+                    document["link"] = json!(link);
+                    if let Err(error) = device.announced.link_to(&path) {
+                        let link = link.display();
+                        tracing::warn!(device = name, %link, %error, "cannot make the link to the device");
+                    }
                     device.looped = Some((Some(file), path));
                 }
                 Ok(document)
@@ -269,11 +276,12 @@ impl Supervisor {
         }
     }
 
-    /// Has a loop device attached to the FUSE file of `mount`, by a process that may wait for the server.
+    /// Has a loop device attached to the FUSE file of `mount`, by a process that may wait for the
+    /// server.
     fn start_loop(&self, mount: BorrowedFd<'_>, name: &str) -> Result<(File, PathBuf)> {
         let block = self.devices.last().map_or(512, |device| device.slow.logical_block());
         let _passed = Passed::new([mount])?;
-        let mut helper = burgeon("__accelerate-loop")
+        let mut helper = serving("__accelerate-loop")
             .args([mount.as_raw_fd().to_string(), name.to_owned(), block.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -297,8 +305,8 @@ impl Supervisor {
         answered
     }
 
-    /// Detaches, or tells how many dirty bytes are left: then the device has no users any more, and is
-    /// detached by a later request.
+    /// Detaches, or tells how many dirty bytes are left: then the device has no users any more, and
+    /// is detached by a later request.
     fn detach(&mut self, name: &str, leave_dirty: bool) -> Result<Value> {
         let found = self.devices.iter().position(|device| device.options.name == name);
         let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
@@ -322,7 +330,7 @@ impl Supervisor {
                 LoopDevice::wait_until_free(number, LOOP_MAX)?;
             }
             self.devices[at].looped = None;
-            let _ = fs::remove_file(link_of(name));
+            self.devices[at].announced.unlink();
             drop(burgeon_frontend::remove_unused_loops());
         }
         match if leave_dirty { Ok(0) } else { self.write_back(name) } {
@@ -340,16 +348,19 @@ impl Supervisor {
         }
         // The server ends in order, with this device, and only then its claim.
         self.stop_server();
-        let device = self.devices.remove(at);
+        let mut device = self.devices.remove(at);
         let started = if self.devices.is_empty() { Ok(()) } else { self.start_server() };
         // A failed start is tried again; a loss is told once, so it comes first.
-        device.tell_loss()?;
         let is_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
+        if is_dirty {
+            device.announced.stay_marked();
+        }
+        device.tell_loss()?;
         started.map(|()| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
     }
 
-    /// Has dirty blocks of a device without users written back for a moment; returns the bytes that are
-    /// left.
+    /// Has dirty blocks of a device without users written back for a moment; returns the bytes that
+    /// are left.
     fn write_back(&mut self, name: &str) -> Result<u64> {
         let is_running =
             self.server.as_mut().is_some_and(|server| matches!(server.try_wait(), Ok(None)));
@@ -364,10 +375,11 @@ impl Supervisor {
         Ok(answer["dirty_bytes"].as_u64().unwrap_or(u64::MAX))
     }
 
-    /// Remembers settings for the servers to come; the one that runs is asked by whoever asked this.
+    /// Remembers settings for the servers to come; the one that runs is asked by whoever asked
+    /// this.
     fn remember(&mut self, set: Set) -> Result<Value> {
         let mode = set.mode.as_deref().map(|name| named(name, Mode::parse, "mode")).transpose()?;
-        let policy = set.policy.as_deref().map(|name| named(name, Kind::parse, "policy"));
+        let policy = set.policy.as_deref().map(|name| named(name, PolicyKind::parse, "policy"));
         policy.transpose()?;
         let found = self.devices.iter_mut().find(|device| device.options.name == set.name);
         let what =
@@ -427,8 +439,8 @@ impl Supervisor {
             owners: self.folder.owners(),
             is_distrusted,
             warm,
-            // Of a cache that failed before, it is known which bytes went with it; else nobody knows
-            // what of it is newer than the slow devices, and they wait for it.
+            // Of a cache that failed before, it is known which bytes went with it; else nobody
+            // knows what of it is newer than the slow devices, and they wait for it.
             goes_round: is_in_use && (is_distrusted || self.folder.dirty().is_empty()),
             devices: self.devices.iter().map(Device::plan).collect(),
         };
@@ -438,7 +450,7 @@ impl Supervisor {
         });
         let passed = Passed::new(inherited.chain(devices))?;
         let spawned =
-            burgeon("__accelerate-serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+            serving("__accelerate-serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         drop(passed);
         let mut server = spawned.map_err(|e| Error::io("cannot start a server", e))?;
         let text = serde_json::to_vec(&plan)
@@ -542,16 +554,6 @@ impl Drop for Passed<'_> {
 }
 
 /// This program, by another verb.
-fn burgeon(verb: &str) -> Command {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg(verb);
-    command
-}
-
-fn link_of(name: &str) -> PathBuf {
-    Path::new("/dev/burgeon").join(name)
-}
-
 fn pidfd_of(child: &Child) -> Result<OwnedFd> {
     let gone = || Error::new(ErrorKind::NotFound, "the server is gone");
     let pid = Pid::from_raw(child.id() as i32).ok_or_else(gone)?;

@@ -7,7 +7,8 @@
 //!   an error ──► kept for `status`; again after 2, 4, 8, 10 s
 //! ```
 //!
-//! Invariant: it ends soon after it is told to, whatever the throttle says; what is left stays in the log.
+//! Invariant: it ends soon after it is told to, whatever the throttle says; what is left stays in
+//! the log.
 
 use std::{
     sync::{
@@ -155,7 +156,8 @@ impl WritingBack {
 struct Throttled<'a> {
     of: &'a WritingBack,
     rate: u64,
-    /// The end of the last pause, the bytes of the write behind it, and the users' requests until then.
+    /// The end of the last pause, the bytes of the write behind it, and the users' requests until
+    /// then.
     last: Mutex<(Instant, u64, u64)>,
 }
 

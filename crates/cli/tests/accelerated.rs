@@ -218,6 +218,14 @@ fn settings_outlive_the_server() {
     let device_now = &now["devices"][0];
     assert_eq!((&now["policy"], &device_now["mode"]), (&"clock".into(), &"write-around".into()));
     assert_eq!(device_now["sequential_cutoff"], 0);
+    let table = burgeon.ok(&["accelerate", "table", "accel-set"]);
+    for setting in ["write-around", "clock", slow, cache, "sequential cut-off  off"] {
+        assert!(table.contains(setting), "{setting}: {table}");
+    }
+    for name in ["fast", "accel-set"] {
+        assert!(burgeon.ok(&["accelerate", "status", name]).contains("write-around"));
+    }
+    burgeon.fails(&["accelerate", "status", "none"], 3, "no cache and no device");
     // A check goes on where its last request ended: more blocks than one request compares.
     let mut bytes = vec![0; 32 * MIB as usize];
     File::open(&device).unwrap().read_exact_at(&mut bytes, 0).unwrap();
@@ -229,6 +237,7 @@ fn settings_outlive_the_server() {
     let folder = Folder::of(burgeon.state(), "fast").unwrap();
     let part = folder.ask_server(&Ask::Check { name: "accel-set".into(), from: 0 }).unwrap();
     assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");
+    distributions_are_right(&burgeon, &device);
     // Another attachment without a policy leaves it.
     let other = file_of(&space, "other", 8);
     let more = ["accelerate", "attach", "fast", other.to_str().unwrap(), "--name", "accel-set2"];
@@ -238,6 +247,36 @@ fn settings_outlive_the_server() {
     burgeon.ok(&["accelerate", "detach", "accel-set"]);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
     drop(ends);
+}
+
+/// Each request is in one of them, also after the death of a server.
+fn distributions_are_right(burgeon: &Burgeon, device: &Path) {
+    let show = || -> Value {
+        let said = burgeon.ok(&["--json", "accelerate", "histogram", "accel-set"]);
+        serde_json::from_str::<Value>(&said).unwrap()["devices"][0].take()
+    };
+    let before = show();
+    let count = |all: &Value, key: &str| all[key]["count"].as_u64().unwrap();
+    assert!(count(&before, "read_slow_ns") > 0, "{before}");
+    let slowest = before["read_slow_ns"].clone();
+    let figure = |key: &str| slowest[key].as_u64().unwrap();
+    assert!(figure("p50") <= figure("p99") && figure("p99") <= figure("max"), "{slowest}");
+    assert!(figure("sum") >= figure("p50"), "{slowest}");
+    let buckets = slowest["buckets"].as_array().unwrap();
+    assert_eq!(buckets.last().unwrap()["count"], slowest["count"]);
+    let file = OpenOptions::new().write(true).open(device).unwrap();
+    file.write_all_at(&[7; 8192], 0).unwrap();
+    file.sync_all().unwrap();
+    kill(server_of(burgeon).unwrap());
+    let after = || (server_of(burgeon).is_some()).then(show);
+    assert!(wait_until(PATIENCE, || server_of(burgeon).is_some()));
+    let after = after().unwrap();
+    for key in ["write_ns", "flush_ns", "write_bytes"] {
+        assert!(count(&after, key) > count(&before, key), "{key}: {before} {after}");
+    }
+    assert!(count(&after, "read_slow_ns") >= count(&before, "read_slow_ns"));
+    let shown = burgeon.ok(&["accelerate", "histogram"]);
+    assert!(shown.contains("read from the slow device") && shown.contains("p99.9"), "{shown}");
 }
 
 /// The slow device is a file of an ext4 that has promised more space than the memory below it has.
@@ -363,6 +402,65 @@ fn the_death_of_supervisor_and_server_loses_nothing_durable() {
     read_files(&at, &[0, 0]);
     drop(mounted);
     burgeon.ok(&["accelerate", "detach", "accel-dead"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+/// Bytes that the kernel has read from a block device, and has written to it.
+fn by_the_kernel(device: &Path) -> [u64; 2] {
+    let name = device.file_name().unwrap().to_str().unwrap();
+    let text = fs::read_to_string(format!("/sys/block/{name}/stat")).unwrap();
+    let fields: Vec<u64> = text.split_whitespace().map(|field| field.parse().unwrap()).collect();
+    // Sectors of 512 bytes, whatever the device's own are.
+    [fields[2] * 512, fields[6] * 512]
+}
+
+/// What `stats` says of both devices is what the kernel has counted.
+#[test]
+fn the_kernel_counts_the_same_bytes() {
+    let space = Space::new("accel-counts");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let [slow, cache] = [("slow", 64), ("cache", 48)]
+        .map(|(name, mib)| Slow::new(&file_of(&space, name, mib), &[]));
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache.text()]);
+    let attach = ["accelerate", "attach", "fast", slow.text(), "--name", "accel-counts"];
+    let options = ["--policy", "clock", "--sequential-cutoff", "off"];
+    let device = PathBuf::from(burgeon.ok(&[&attach[..], &options].concat()).trim());
+    let ours = || {
+        let count = |name: &str| counter(&burgeon, name);
+        let to_cache = count("cache_written_bytes") + count("cache_meta_bytes");
+        [count("slow_read_bytes"), count("slow_written_bytes"), to_cache]
+    };
+    let kernels = || {
+        let [read, written] = by_the_kernel(&slow.path);
+        [read, written, by_the_kernel(&cache.path)[1]]
+    };
+    let (before, kernels_before) = (ours(), kernels());
+    let file = OpenOptions::new().read(true).write(true).open(&device).unwrap();
+    for at in 0..100 {
+        file.write_all_at(&[at as u8 + 1; 20_480], at * 300_000 / 4096 * 4096).unwrap();
+    }
+    file.sync_all().unwrap();
+    testkit::drop_caches();
+    let mut bytes = vec![0; 48 * MIB as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    drop(file);
+    burgeon.ok(&["accelerate", "flush", "accel-counts"]);
+    let (after, kernels_after) = (ours(), kernels());
+    for (at, what) in ["read from the slow device", "written to it", "written to the cache"]
+        .into_iter()
+        .enumerate()
+    {
+        let (own, kernels) = (after[at] - before[at], kernels_after[at] - kernels_before[at]);
+        assert!(own >= MIB, "{what}: {own}");
+        // Others may look at a device (udev), and the superblock of the cache is not counted.
+        assert!(
+            own <= kernels && kernels - own <= MIB,
+            "{what}: {own}, and by the kernel {kernels}"
+        );
+    }
+    burgeon.ok(&["accelerate", "detach", "accel-counts"]);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
     drop(ends);
 }

@@ -1,6 +1,6 @@
 //! Power failures at each write of some operations, in turn.
 
-use burgeon_accelerate::{Mode, Trust, policy::Kind};
+use burgeon_accelerate::{Mode, Trust, policy::PolicyKind};
 use testkit::Rng;
 
 use super::{
@@ -29,7 +29,7 @@ pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
 pub fn die_at_every_write(seed: u64) -> Result<u64, String> {
     for at in 0.. {
         let mut world = World::new(seed)?;
-        world.choose(Mode::WriteBack, Kind::Clock);
+        world.choose(Mode::WriteBack, PolicyKind::Clock);
         world.power.die_after(at);
         world.operate()?;
         if !world.power.is_off() {
@@ -49,7 +49,7 @@ pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
         let mut world = World::new(seed)?;
         let mut rng = Rng::new(seed);
         let first = rng.below(64) as usize * 8;
-        world.choose(mode, Kind::Clock);
+        world.choose(mode, PolicyKind::Clock);
         for part in 0..4 {
             world.read_at(0, first + part * LEN_MAX as usize, LEN_MAX as usize)?;
         }
@@ -99,7 +99,7 @@ impl World {
             both(self)?;
         }
         let mode = self.rng.pick(&Mode::ALL).0;
-        self.choose(mode, Kind::Clock);
+        self.choose(mode, PolicyKind::Clock);
         for _ in 0..self.rng.below(12) {
             let number = self.rng.below(2) as usize;
             self.write(number);
@@ -122,7 +122,7 @@ impl World {
         }
     }
 
-    fn choose(&mut self, mode: Mode, kind: Kind) {
+    fn choose(&mut self, mode: Mode, kind: PolicyKind) {
         for device in self.running.iter().flatten() {
             // It stays, if the power is off.
             drop(device.set_mode(mode));

@@ -5,7 +5,7 @@
 //!   operations by seed: read, write, erase, flush, tidy, kill, cut the power, stop, foreign write,
 //!                       change the mode or the policy, faults of either device
 //!                                     │
-//!   Model (what a sector may hold) ──compare── Cached ──► Disk  (slow: two)
+//!   Model (what a sector may hold) ──compare── CachedDevice ──► Disk  (slow: two)
 //!                                                 └─ Store ──► Disk  (the cache device)
 //! ```
 //!

@@ -6,9 +6,9 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    Cached, Cells, Counts, Dirty, Limits, Mode, Options, Store, Trust, create_with,
+    CachedDevice, Cells, Counts, DeviceOptions, Dirty, Limits, Mode, Store, Trust, create_with,
     format::{LOG_MIN, Layout},
-    policy::Kind,
+    policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
 use testkit::Rng;
@@ -46,7 +46,7 @@ pub struct Report {
     pub writes: u64,
     /// Dirty blocks that a process left to the next one.
     pub inherited: u64,
-    /// Writes of dead processes that landed.
+    /// Writes of dead processes that came after their death.
     pub late: u64,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct World {
     clock: u64,
     /// The cache device has lied since it was opened cold.
     lied: bool,
-    pub(crate) running: Option<[Cached<Disk, Disk>; 2]>,
+    pub(crate) running: Option<[CachedDevice<Disk, Disk>; 2]>,
     /// Counters of the devices, which the supervisor holds.
     cells: [Arc<SharedCells>; 2],
     /// A flush of the device has failed in this life of the supervisor.
@@ -131,7 +131,7 @@ impl World {
             witness.store(true, SeqCst);
             Ok(())
         });
-        let (kind, _) = *self.rng.pick(&Kind::ALL);
+        let (kind, _) = *self.rng.pick(&PolicyKind::ALL);
         let store = Store::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
         // The supervisor goes on with a device in use, whatever has become of the cache device.
         let is_in_use = self.cache.is_faulty();
@@ -153,8 +153,13 @@ impl World {
         for ((slow, name), cells) in self.slow.iter().zip(NAMES).zip(&self.cells) {
             let (mode, _) = *self.rng.pick(&Mode::ALL);
             let is_changed = self.distrusted.load(SeqCst);
-            let options = Options { cutoff: 48 << 10, is_in_use, is_changed, ..Options::new(mode) };
-            match Cached::attach(store.clone(), slow.clone(), name, trust, options) {
+            let options = DeviceOptions {
+                cutoff: 48 << 10,
+                is_in_use,
+                is_changed,
+                ..DeviceOptions::new(mode)
+            };
+            match CachedDevice::attach(store.clone(), slow.clone(), name, trust, options) {
                 Ok(device) => devices.push(device.count_in(Counts::shared(cells.clone()))),
                 Err(_) if self.power.is_off() => return Ok(()),
                 Err(error) => return Err(format!("cannot attach {name}: {error}")),
@@ -207,7 +212,7 @@ impl World {
                 if let Some(devices) = &self.running {
                     // It stays, if the device cannot be read.
                     drop(devices[number].set_mode(self.rng.pick(&Mode::ALL).0));
-                    devices[number].store().set_policy(self.rng.pick(&Kind::ALL).0);
+                    devices[number].store().set_policy(self.rng.pick(&PolicyKind::ALL).0);
                 }
             }
             181..184 => self.change_faults(number),
@@ -297,7 +302,7 @@ impl World {
             }
         }
         match device.read(at, &mut bytes) {
-            Ok(()) => {
+            Ok(_) => {
                 for (sector, bytes) in (first..).zip(bytes.chunks(SECTOR)) {
                     let what = |error| format!("{}: a read: {error}", NAMES[number]);
                     self.models[number].read(sector, bytes).map_err(what)?;

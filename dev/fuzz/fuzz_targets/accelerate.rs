@@ -6,9 +6,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burgeon_accelerate::{
-    Cached, Mode, Options, SlowDevice, Store, Trust, create_with,
+    CachedDevice, DeviceOptions, Mode, SlowDevice, Store, Trust, create_with,
     format::{Block, LOG_MIN, Layout, SIZE_MIN, Super},
-    policy::Kind,
+    policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, LocalFile, Result};
 use burgeon_fuzz::edits;
@@ -88,11 +88,11 @@ fn read_super(how: u8, input: &[u8]) {
     }
 }
 
-fn open(cache: &Memory, slow: &Memory) -> Result<Cached<Memory, Memory>> {
+fn open(cache: &Memory, slow: &Memory) -> Result<CachedDevice<Memory, Memory>> {
     let distrust = Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(()));
-    let store = Store::open(cache.clone(), SIZE_MIN, Trust::Warm, Kind::Fifo, distrust)?;
-    let options = Options::new(Mode::WriteBack);
-    Cached::attach(Arc::new(store), slow.clone(), "slow", Trust::Warm, options)
+    let store = Store::open(cache.clone(), SIZE_MIN, Trust::Warm, PolicyKind::Fifo, distrust)?;
+    let options = DeviceOptions::new(Mode::WriteBack);
+    CachedDevice::attach(Arc::new(store), slow.clone(), "slow", Trust::Warm, options)
 }
 
 /// A log with some records, the first of which is edited.

@@ -4,7 +4,7 @@ use std::collections::BinaryHeap;
 
 use burgeon_accelerate::{
     keys::Key,
-    policy::{Fate, Kind, Policy},
+    policy::{Fate, Policy, PolicyKind},
     sets::{Sets, WAYS},
 };
 
@@ -17,7 +17,7 @@ pub(super) trait Cache {
 }
 
 pub(super) fn cache(name: &str, slots: u32) -> Box<dyn Cache> {
-    match Kind::parse(name) {
+    match PolicyKind::parse(name) {
         Some(kind) => Box::new(Ours::new(kind, slots)),
         None if name == "LRU" => Box::new(Lru::new(slots)),
         None => Box::new(Random::new(slots)),
@@ -59,7 +59,7 @@ struct Ours {
 }
 
 impl Ours {
-    fn new(kind: Kind, slots: u32) -> Self {
+    fn new(kind: PolicyKind, slots: u32) -> Self {
         let sets = Sets::new(slots / WAYS as u32);
         let policy = Policy::new(kind, &sets);
         Self { sets, policy, written: 0 }

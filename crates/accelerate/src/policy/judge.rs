@@ -5,10 +5,10 @@
 //!                                         └─ misses, the recent ones more ──► the least wins
 //! ```
 //!
-//! The samples are complete small caches, so what is learnt from them costs no hit and no write. All
-//! three see the same requests, so a few thousand are enough to compare them.
+//! The samples are complete small caches, so what is learnt from them costs no hit and no write.
+//! All three see the same requests, so a few thousand are enough to compare them.
 
-use super::{Fate, Kind, Policy, Strictness, ghosts::mixed};
+use super::{Fate, Policy, PolicyKind, Strictness, ghosts::mixed};
 use crate::{
     keys::Key,
     sets::{Sets, WAYS},
@@ -18,7 +18,7 @@ use crate::{
 const SAMPLE: u32 = 32;
 /// The least number of sets of a sample.
 const SETS_MIN: u32 = 64;
-/// The more a strictness writes, the better it has to be: misses count so many times.
+/// Factors by which the misses of a strictness count. One that writes more has to be better.
 const COSTS: [(Strictness, f64); 3] =
     [(Strictness::Strict, 1.0), (Strictness::Normal, 1.0), (Strictness::Open, 1.0)];
 /// Another has to have fewer than so many of the current one's misses.
@@ -50,7 +50,7 @@ impl Judge {
         let sampled = (sets / sample).max(1);
         let trial = |(strictness, cost)| {
             let sets = Sets::new(sampled);
-            let policy = Policy::fixed(Kind::Adaptive, strictness, &sets);
+            let policy = Policy::fixed(PolicyKind::Adaptive, strictness, &sets);
             Trial { strictness, cost, sets, policy, misses: 0.0 }
         };
         let slots = f64::from(sampled) * WAYS as f64;

@@ -38,7 +38,7 @@ use crate::{
 
 /// The policies that a user can choose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum PolicyKind {
     /// The default.
     Adaptive,
     /// Admits everything.
@@ -49,7 +49,7 @@ pub enum Kind {
     TinyLfu,
 }
 
-impl Kind {
+impl PolicyKind {
     /// All of them, with their names.
     pub const ALL: [(Self, &str); 4] = [
         (Self::Adaptive, "adaptive"),
@@ -104,7 +104,7 @@ const WINDOW_MAX: u64 = 16 << 10;
 
 /// The state of a policy.
 pub struct Policy {
-    kind: Kind,
+    kind: PolicyKind,
     /// Of each set, the way to look at next.
     hands: Box<[u8]>,
     ghosts: Ghosts,
@@ -120,22 +120,22 @@ pub struct Policy {
 
 impl Policy {
     /// A policy for an index of this size.
-    pub fn new(kind: Kind, sets: &Sets) -> Self {
-        let judge = (kind == Kind::Adaptive).then(|| Box::new(Judge::new(sets.sets())));
+    pub fn new(kind: PolicyKind, sets: &Sets) -> Self {
+        let judge = (kind == PolicyKind::Adaptive).then(|| Box::new(Judge::new(sets.sets())));
         Self { judge, ..Self::fixed(kind, Strictness::Normal, sets) }
     }
 
     /// A policy whose strictness stays.
-    fn fixed(kind: Kind, strictness: Strictness, sets: &Sets) -> Self {
+    fn fixed(kind: PolicyKind, strictness: Strictness, sets: &Sets) -> Self {
         let slots = u64::from(sets.slots());
-        let ghosts = if kind == Kind::Adaptive { slots.min(GHOSTS_MAX) } else { 0 };
+        let ghosts = if kind == PolicyKind::Adaptive { slots.min(GHOSTS_MAX) } else { 0 };
         let window = (slots / 100).min(WINDOW_MAX);
         Self {
             kind,
             hands: vec![0; sets.sets() as usize].into_boxed_slice(),
             ghosts: Ghosts::new(ghosts),
             window: Window::new(window as usize),
-            sketch: (kind == Kind::TinyLfu).then(|| Sketch::new(slots)),
+            sketch: (kind == PolicyKind::TinyLfu).then(|| Sketch::new(slots)),
             strictness,
             judge: None,
             drawn: 1,
@@ -144,7 +144,7 @@ impl Policy {
     }
 
     /// Its kind.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> PolicyKind {
         self.kind
     }
 
@@ -155,7 +155,7 @@ impl Policy {
 
     /// Counts a hit of a slot that holds `key`.
     pub fn hit(&mut self, sets: &Sets, key: Key, slot: Slot) {
-        if self.kind != Kind::Fifo {
+        if self.kind != PolicyKind::Fifo {
             sets.touch(slot);
         }
         self.count(key);
@@ -191,8 +191,10 @@ impl Policy {
     pub fn miss(&mut self, sets: &Sets, key: Key) -> Outcome {
         self.count(key);
         match self.kind {
-            Kind::Clock | Kind::Fifo => Outcome { fate: self.place(sets, key), leaves: None },
-            Kind::Adaptive => {
+            PolicyKind::Clock | PolicyKind::Fifo => {
+                Outcome { fate: self.place(sets, key), leaves: None }
+            }
+            PolicyKind::Adaptive => {
                 let known = self.ghosts.take(key);
                 if self.strictness == Strictness::Open || (known && self.proves_itself(sets, key)) {
                     return Outcome { fate: self.place(sets, key), leaves: None };
@@ -205,7 +207,7 @@ impl Policy {
                     self.window.overflow().map(|(key, hit)| (key, self.leave(sets, key, hit)));
                 Outcome { fate: Fate::Memory, leaves }
             }
-            Kind::TinyLfu => {
+            PolicyKind::TinyLfu => {
                 self.window.push(key);
                 let leaves = self.window.overflow().map(|(key, _)| (key, self.compare(sets, key)));
                 Outcome { fate: Fate::Memory, leaves }
@@ -240,8 +242,9 @@ impl Policy {
         Fate::Dropped
     }
 
-    /// True if a ghost may get in. Strictly, the slot at the set's hand must not have been hit lately,
-    /// or it ages; and one of eight gets in, because blocks that all get in push each other out.
+    /// True if a ghost may get in. Strictly, the slot at the set's hand must not have been hit
+    /// lately, or it ages; and one of eight gets in, because blocks that all get in push each other
+    /// out.
     fn proves_itself(&mut self, sets: &Sets, key: Key) -> bool {
         if self.strictness != Strictness::Strict {
             return true;
@@ -284,7 +287,7 @@ impl Policy {
 
     /// Empties and reserves a slot.
     fn take(&mut self, sets: &Sets, slot: Slot) -> Fate {
-        if self.kind == Kind::Adaptive
+        if self.kind == PolicyKind::Adaptive
             && let Some(old) = sets.key_of(slot)
         {
             self.ghosts.add(old);

@@ -9,7 +9,8 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    Cached, Mode, Options, SlowDevice, Store, Trust, create_with, format::Layout, policy::Kind,
+    CachedDevice, DeviceOptions, Mode, SlowDevice, Store, Trust, create_with, format::Layout,
+    policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
 
@@ -158,18 +159,18 @@ impl Machine {
         Self { cache, slow, log: 2 + layout.bitmap_blocks as usize }
     }
 
-    pub(crate) fn open(&self) -> Result<Cached<Disk, Disk>> {
+    pub(crate) fn open(&self) -> Result<CachedDevice<Disk, Disk>> {
         self.open_with(Trust::Warm)
     }
 
-    pub(crate) fn open_with(&self, trust: Trust) -> Result<Cached<Disk, Disk>> {
-        self.attach("slow", &self.slow, trust, Options::new(Mode::WriteBack))
+    pub(crate) fn open_with(&self, trust: Trust) -> Result<CachedDevice<Disk, Disk>> {
+        self.attach("slow", &self.slow, trust, DeviceOptions::new(Mode::WriteBack))
     }
 
     pub(crate) fn store(&self, trust: Trust) -> Result<Arc<Store<Disk>>> {
         let (len, distrust) =
             (CACHE_LEN as u64, Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(())));
-        Store::open(self.cache.clone(), len, trust, Kind::Clock, distrust).map(Arc::new)
+        Store::open(self.cache.clone(), len, trust, PolicyKind::Clock, distrust).map(Arc::new)
     }
 
     pub(crate) fn attach(
@@ -177,12 +178,12 @@ impl Machine {
         name: &str,
         slow: &Disk,
         trust: Trust,
-        options: Options,
-    ) -> Result<Cached<Disk, Disk>> {
-        Cached::attach(self.store(trust)?, slow.clone(), name, trust, options)
+        options: DeviceOptions,
+    ) -> Result<CachedDevice<Disk, Disk>> {
+        CachedDevice::attach(self.store(trust)?, slow.clone(), name, trust, options)
     }
 
-    pub(crate) fn start(&self) -> Cached<Disk, Disk> {
+    pub(crate) fn start(&self) -> CachedDevice<Disk, Disk> {
         self.open().expect("no device")
     }
 
@@ -193,11 +194,11 @@ impl Machine {
     }
 }
 
-pub(crate) fn put(device: &Cached<Disk, Disk>, block: usize, byte: u8) {
+pub(crate) fn put(device: &CachedDevice<Disk, Disk>, block: usize, byte: u8) {
     device.write((block * BLOCK) as u64, &[byte; BLOCK], false).expect("a write fails");
 }
 
-pub(crate) fn get(device: &Cached<Disk, Disk>, block: usize) -> Result<u8> {
+pub(crate) fn get(device: &CachedDevice<Disk, Disk>, block: usize) -> Result<u8> {
     let mut bytes = [0; BLOCK];
     device.read((block * BLOCK) as u64, &mut bytes)?;
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "a torn block");

@@ -2,8 +2,10 @@
 
 mod drained;
 mod found;
+mod histogram;
 mod settings;
 pub(crate) mod show;
+mod table;
 
 use std::{
     fs::{self, OpenOptions},
@@ -12,7 +14,7 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_accelerate::{Mode, format::Layout, policy::Kind};
+use burgeon_accelerate::{Mode, format::Layout, policy::PolicyKind};
 use burgeon_accelerator::{
     control::{Ask, Attach},
     dirty::refuse_elsewhere,
@@ -95,7 +97,7 @@ pub(crate) enum AccelerateCommand {
         mode: String,
         /// The blocks that the cache keeps; of all its devices [default: as before, at first
         /// adaptive]
-        #[arg(long, value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
+        #[arg(long, value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
         /// Let sequential requests bypass the cache from this length on; off for never
         #[arg(long, default_value = "4M", value_parser = parse_cutoff)]
@@ -108,10 +110,23 @@ pub(crate) enum AccelerateCommand {
         accept_loss: bool,
     },
     /// Show all caches and their devices
-    Status,
+    Status {
+        /// A cache or a device, to show it alone
+        name: Option<String>,
+    },
     /// Show the counters of a device, or of all
     Stats {
         /// The device's name
+        name: Option<String>,
+    },
+    /// Show the settings of a device, or of all
+    Table {
+        /// The device's name
+        name: Option<String>,
+    },
+    /// Show how long reads, writes and flushes of a device took, and how large they were
+    Histogram {
+        /// The device's name [default: all]
         name: Option<String>,
     },
     /// Change settings: mode= and sequential-cutoff= of the device; of its whole cache policy=,
@@ -127,6 +142,9 @@ pub(crate) enum AccelerateCommand {
     Flush {
         /// The device's name
         name: String,
+        /// Of a device that is not attached: nothing is served meanwhile
+        #[arg(long)]
+        offline: bool,
     },
     /// Compare each cached block of a device with the slow device
     Check {
@@ -137,8 +155,7 @@ pub(crate) enum AccelerateCommand {
     Detach {
         /// The device's name
         name: String,
-        /// Leave in the cache what is not written back: the device lacks it until it is attached
-        /// again
+        /// Leave dirty blocks in the cache: the device lacks them until it is attached again
         #[arg(long)]
         leave_dirty: bool,
     },
@@ -176,10 +193,13 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
             let attach = Attach { slow, name, mode, cutoff, policy, trust_clean, accept_loss };
             run_attach(context, &cache_name, attach)
         }
-        AccelerateCommand::Status => show::status(context),
+        AccelerateCommand::Status { name } => show::status(context, name.as_deref()),
         AccelerateCommand::Stats { name } => show::stats(context, name.as_deref()),
+        AccelerateCommand::Table { name } => table::table(context, name.as_deref()),
+        AccelerateCommand::Histogram { name } => histogram::histogram(context, name.as_deref()),
         AccelerateCommand::Set { name, settings } => settings::set(context, name, &settings),
-        AccelerateCommand::Flush { name } => drained::flush(context, name),
+        AccelerateCommand::Flush { name, offline: false } => drained::flush(context, name),
+        AccelerateCommand::Flush { name, offline: true } => drained::flush_offline(context, &name),
         AccelerateCommand::Check { name } => check(context, &name),
         AccelerateCommand::Detach { name, leave_dirty } => {
             drained::detach(context, name, leave_dirty)

@@ -4,11 +4,12 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::control::Ask;
+use burgeon_accelerator::{control::Ask, folder::Folder, offline};
+use burgeon_block::{Error, ErrorKind};
 use serde_json::json;
 
 use super::found::{find, tell, text};
-use crate::commands::Context;
+use crate::{commands::Context, output::bytes};
 
 /// Returns when all that was written before is durable on the slow device.
 pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
@@ -24,6 +25,20 @@ pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
     }
     let done = folder.ask_server(&Ask::Flush { name })?;
     tell(context, &done, |done| println!("{} is durable", text(&done["name"])))
+}
+
+/// The same for a device that is not attached.
+pub(super) fn flush_offline(context: &Context, name: &str) -> Result<ExitCode> {
+    let caches = Folder::all(context.state.root());
+    let has_dirty = |folder: &&Folder| folder.dirty().iter().any(|(dirty, _)| dirty == name);
+    let folder = caches.iter().find(has_dirty).ok_or_else(|| {
+        let what = format!("no cache has dirty blocks of a device {name} that is not attached");
+        Error::new(ErrorKind::NotFound, what)
+    })?;
+    let written = offline::flush(folder, name)?;
+    tell(context, &json!({ "name": name, "written_bytes": written }), |_| {
+        println!("{name} is durable: {} were written back", bytes(written));
+    })
 }
 
 pub(super) fn detach(context: &Context, name: String, leave_dirty: bool) -> Result<ExitCode> {

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use burgeon_accelerator::{control::Ask, folder::Folder};
-use burgeon_block::ErrorKind;
+use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::doctor::{Finding, Level};
 use serde_json::{Value, json};
 
@@ -27,7 +27,10 @@ fn shown(slow: &str) -> &str {
 
 fn how_to_attach(cache: &str, name: &str, slow: &str) -> String {
     let slow = if slow.is_empty() { "DEVICE" } else { slow };
-    format!("`burgeon accelerate attach {cache} {slow} --name {name}`, then `detach {name}`")
+    format!(
+        "`burgeon accelerate attach {cache} {slow} --name {name}`, then `detach {name}`; or `flush {name} \
+         --offline` while no device of that cache is attached"
+    )
 }
 
 /// The dirty bytes of a device, in words.
@@ -74,7 +77,7 @@ pub(crate) fn findings(context: &Context) -> Vec<Finding> {
 }
 
 /// A document for each cache.
-fn documents(context: &Context) -> Result<Vec<Value>> {
+pub(super) fn documents(context: &Context) -> Result<Vec<Value>> {
     let mut caches = Vec::new();
     for folder in Folder::all(context.state.root()) {
         let mut document = match folder.ask_server(&Ask::Status) {
@@ -99,8 +102,22 @@ fn documents(context: &Context) -> Result<Vec<Value>> {
     Ok(caches)
 }
 
-pub(super) fn status(context: &Context) -> Result<ExitCode> {
-    let caches = documents(context)?;
+pub(super) fn status(context: &Context, name: Option<&str>) -> Result<ExitCode> {
+    let mut caches = documents(context)?;
+    if let Some(name) = name {
+        let has = |list: &Value| {
+            let mut all = list.as_array().into_iter().flatten();
+            all.any(|device| text(&device["name"]) == name)
+        };
+        caches.retain(|cache| {
+            text(&cache["name"]) == name || has(&cache["devices"]) || has(&cache["absent_dirty"])
+        });
+        if caches.is_empty() {
+            let what =
+                format!("no cache and no device is called {name}: `burgeon accelerate status`");
+            return Err(Error::new(ErrorKind::NotFound, what).into());
+        }
+    }
     tell(context, &json!({ "caches": caches }), |_| {
         if caches.is_empty() {
             println!("no caches");
@@ -155,19 +172,32 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
     })
 }
 
-pub(super) fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
-    let caches = documents(context)?;
-    let devices = caches.iter().flat_map(|cache| cache["devices"].as_array().into_iter().flatten());
-    let chosen: Vec<&Value> =
-        devices.filter(|device| name.is_none_or(|name| text(&device["name"]) == name)).collect();
+/// Of `caches`, each device called `name`, or all, with its cache. `NotFound` if there is none of
+/// that name.
+pub(super) fn chosen<'a>(
+    context: &Context,
+    caches: &'a [Value],
+    name: Option<&str>,
+) -> Result<Vec<(&'a Value, &'a Value)>> {
+    let devices = caches.iter().flat_map(|cache| {
+        let devices = cache["devices"].as_array().into_iter().flatten();
+        devices.map(move |device| (cache, device))
+    });
+    let is_chosen = |device: &Value| name.is_none_or(|name| text(&device["name"]) == name);
+    let chosen: Vec<_> = devices.filter(|(_, device)| is_chosen(device)).collect();
     if let (Some(name), true) = (name, chosen.is_empty()) {
         find(context, name)?;
     }
-    let document =
-        |device: &&Value| json!({ "name": device["name"], "counters": device["counters"] });
+    Ok(chosen)
+}
+
+pub(super) fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
+    let caches = documents(context)?;
+    let chosen = chosen(context, &caches, name)?;
+    let document = |(_, device): &(&Value, &Value)| json!({ "name": device["name"], "counters": device["counters"] });
     let devices: Vec<_> = chosen.iter().map(document).collect();
     tell(context, &json!({ "devices": devices }), |_| {
-        for device in &chosen {
+        for (_, device) in &chosen {
             println!("{}", text(&device["name"]));
             for (name, count) in device["counters"].as_object().into_iter().flatten() {
                 println!("  {:<20} {count}", name.replace('_', " "));

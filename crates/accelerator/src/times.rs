@@ -1,0 +1,76 @@
+//! Distributions of durations and sizes of a device's requests. An average would hide the few slow
+//! ones that users notice.
+//!
+//! ```text
+//!   read  ─► from memory, the cache or the slow device: the slowest that it took a block from
+//!   write ─► until it returned; flush (and FUA) ─► until it was durable
+//! ```
+//!
+//! They lie in the memory of the counters, and begin with the attach. Hits that the request engine
+//! reads through its ring are in its own counters; [`crate::status`] adds the two.
+
+use std::time::Instant;
+
+use burgeon_accelerate::Tier;
+use burgeon_block::Histogram;
+
+/// The kinds, with their names in JSON.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub(crate) enum Kind {
+    /// Nanoseconds of a read from memory.
+    ReadMemory,
+    /// Nanoseconds of a read from the cache device.
+    ReadCache,
+    /// Nanoseconds of a read from the slow device.
+    ReadSlow,
+    /// Nanoseconds of a write, an erasure included.
+    Write,
+    /// Nanoseconds of a flush, and of a write with FUA.
+    Flush,
+    /// Bytes of a read that the request engine did not answer by itself, block by block.
+    ReadSize,
+    /// Bytes of a write.
+    WriteSize,
+}
+
+const COUNT: usize = 7;
+
+impl Kind {
+    /// Those of durations.
+    pub(crate) const DURATIONS: [(Self, &str); 5] = [
+        (Self::ReadMemory, "read_memory_ns"),
+        (Self::ReadCache, "read_cache_ns"),
+        (Self::ReadSlow, "read_slow_ns"),
+        (Self::Write, "write_ns"),
+        (Self::Flush, "flush_ns"),
+    ];
+
+    /// Those of sizes.
+    pub(crate) const SIZES: [(Self, &str); 2] =
+        [(Self::ReadSize, "read_bytes"), (Self::WriteSize, "write_bytes")];
+
+    pub(crate) fn of_read(tier: Tier) -> Self {
+        match tier {
+            Tier::Memory => Self::ReadMemory,
+            Tier::Cache => Self::ReadCache,
+            Tier::Slow => Self::ReadSlow,
+        }
+    }
+}
+
+/// Memory that outlives the process: atomics, valid as zeros.
+#[derive(Default)]
+#[repr(C)]
+pub(crate) struct Times([Histogram; COUNT]);
+
+impl Times {
+    pub(crate) fn of(&self, kind: Kind) -> &Histogram {
+        &self.0[kind as usize]
+    }
+
+    /// Notes a request that began at `begun` and ends now.
+    pub(crate) fn ended(&self, kind: Kind, begun: Instant) {
+        self.of(kind).record(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX));
+    }
+}
