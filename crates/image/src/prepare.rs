@@ -34,7 +34,7 @@ impl NodeSink for NodeFile {
     }
 }
 
-/// What is wanted beside an image's own description.
+/// Options of a preparation, which an image's own description lacks.
 #[derive(Debug, Default)]
 pub struct Wanted {
     /// Bytes of the virtual area; 0 for none.

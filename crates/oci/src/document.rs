@@ -164,7 +164,7 @@ impl Document {
         match (fields.manifests, fields.config, fields.layers) {
             (Some(_), None, None) => Ok(Self::Index(json(bytes, "index")?)),
             (None, Some(_), Some(_)) => Manifest::of(&json(bytes, "manifest")?).map(Self::Manifest),
-            _ => Err(corrupt("the document is neither an image index nor an image manifest")),
+            _ => Err(corrupt("the document is neither an OCI index nor an image manifest")),
         }
     }
 }
@@ -385,7 +385,7 @@ fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Des
             .map(|platform| shown(&format!("{}/{}", platform.os(), platform.architecture())))
             .collect();
         let what = format!(
-            "the image index has no image for linux/{architecture}, only for {}",
+            "the OCI index has no image for linux/{architecture}, only for {}",
             there.join(", ")
         );
         Error::new(ErrorKind::NotFound, what)

@@ -29,7 +29,7 @@ use crate::{
     document::{Compression, Layer, diff_ids},
     spool::{CountedPlaces, Metered, Spool, Tee, given_up},
     toc,
-    unpacked::{ReadLayers, digest_of},
+    unpacked::{ReadLayers, Unpacked, digest_of, mislisted},
 };
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
@@ -166,23 +166,51 @@ impl Blobs {
     }
 
     /// Reads all layers to their end, and notes the digests of what they unpack to, whether or not
-    /// the image states them.
+    /// the image states them, and whether their TOCs list what they hold.
     pub(crate) fn unpack(&self, resolved: &Resolved, work: &Work<'_>) -> Result<()> {
         let read = |coming: &Coming<'_>| {
+            let toc = self.usable_toc(coming.layer)?;
             let compression = coming.layer.compression;
             let unpack = |blob: &mut (dyn Read + Send)| {
-                let digest = digest_of(decompressed(blob, compression)?, UNPACKED_MAX)?;
+                let compare =
+                    |archive: &mut dyn Read| toc.as_ref().and_then(|toc| mislisted(archive, toc));
+                let archive = decompressed(blob, compression)?;
+                let (digest, mislisted) = digest_of(archive, UNPACKED_MAX, compare)?;
                 coming.unpacked.get_or_init(|| digest);
+                mislisted.map(|what| coming.mislisted.get_or_init(|| what));
                 Ok(())
             };
             self.read_layer(coming, work.own, None, unpack)
         };
-        self.fetch(resolved, work, &read).map(drop)
+        // A TOC takes memory until its layer is read.
+        let has_toc = resolved.manifest.layers.iter().any(|layer| layer.toc.is_some());
+        self.fetch_in(if has_toc { 1 } else { LANES_MAX }, resolved, work, &read).map(drop)
+    }
+
+    /// The TOC by which a layer would be mounted. One that is invalid is not used.
+    fn usable_toc(&self, layer: &Layer) -> Result<Option<toc::Toc>> {
+        let Some(place) = &layer.toc else { return Ok(None) };
+        match toc::fetch(self, layer, place).and_then(|stored| toc::read(layer, place, &stored)) {
+            Ok(toc) => Ok(Some(toc)),
+            Err(error) if error.kind() == ErrorKind::Corrupt => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Fetches all layers and returns the result of `take` for each.
     fn fetch<T: Send>(
         &self,
+        resolved: &Resolved,
+        work: &Work<'_>,
+        take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
+    ) -> Result<Vec<T>> {
+        self.fetch_in(LANES_MAX, resolved, work, take)
+    }
+
+    /// The same, at most `lanes` at a time.
+    fn fetch_in<T: Send>(
+        &self,
+        lanes: usize,
         resolved: &Resolved,
         work: &Work<'_>,
         take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
@@ -211,6 +239,7 @@ impl Blobs {
                         count: &count,
                         read: work.read,
                         unpacked: OnceLock::new(),
+                        mislisted: OnceLock::new(),
                     };
                     let taken = take(&coming).inspect_err(|_| {
                         // The other lanes stop after their current layer.
@@ -220,7 +249,7 @@ impl Blobs {
                 }
                 Ok(())
             };
-            in_lanes(LANES_MAX.min(numbers.len()), &lane)?;
+            in_lanes(lanes.min(numbers.len()), &lane)?;
         }
         let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(done.into_iter().flatten().collect())
@@ -370,6 +399,8 @@ struct Coming<'a> {
     read: &'a ReadLayers,
     /// Digest of the unpacked layer.
     unpacked: OnceLock<OciDigest>,
+    /// The first difference between the layer and its TOC.
+    mislisted: OnceLock<String>,
 }
 
 impl Coming<'_> {
@@ -377,7 +408,12 @@ impl Coming<'_> {
     /// what they unpack to say something about it.
     fn is_whole(&self) {
         if let Some(unpacked) = self.unpacked.get() {
-            self.read.add(&self.layer.digest, unpacked, self.diff_id);
+            self.read.add(Unpacked {
+                layer: self.layer.digest.to_string(),
+                diff_id: unpacked.to_string(),
+                stated: self.diff_id.map(OciDigest::to_string),
+                mislisted: self.mislisted.get().cloned(),
+            });
         }
     }
 
@@ -455,6 +491,7 @@ mod tests {
             count,
             read: read_layers,
             unpacked: OnceLock::new(),
+            mislisted: OnceLock::new(),
         };
         let read = |spool: Option<File>| {
             let look = |blob: &mut (dyn io::Read + Send)| {

@@ -286,6 +286,12 @@ pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     }
 }
 
+/// The list of the stored layers of `image`, an object that there is while all of them are stored;
+/// `None` for an image that is not read from layers.
+pub fn layer_list(store: &impl ObjectStore, image: &ImageRecord) -> Result<Option<ObjectId>> {
+    derived_of(store, image)?.map(|object| stored_layers_object(&object)).transpose()
+}
+
 /// Disk space in bytes that `image` takes in `store`, not counting sharing: its chunks and
 /// manifest, or, for an image read from layers, its stored layers and its table. Computed data and
 /// files read in place take none.

@@ -66,7 +66,7 @@ pub struct OciLayer {
     /// Compressed size in bytes.
     pub size: u64,
     /// True if the manifest gives a table of contents for it, so that it can be read lazily.
-    pub has_contents: bool,
+    pub has_toc: bool,
     /// Digest of the unpacked layer, as the configuration states it.
     pub diff_id: Option<String>,
     /// Chain ID of the layers up to this one.
@@ -83,7 +83,7 @@ impl OciImage {
         let layers = layers.map(|(layer, (diff_id, chain_id))| OciLayer {
             digest: layer.digest.to_string(),
             size: layer.size,
-            has_contents: layer.toc.is_some(),
+            has_toc: layer.toc.is_some(),
             diff_id: text(diff_id),
             chain_id: text(chain_id),
         });
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(image.config["config"]["Cmd"][0], "sh");
         let of_layers: Vec<_> = image.layers.iter().map(|it| it.diff_id.clone().unwrap()).collect();
         assert_eq!(of_layers, ids);
-        // What an image in use needs stays, whichever of its digests is known.
+        // An image in use keeps all that it needs, whichever of its digests is known.
         documents.keep(&["{}".to_owned()]).unwrap();
         let count = || std::fs::read_dir(&documents.folder).unwrap().count();
         assert_eq!(count(), 4);

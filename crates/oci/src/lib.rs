@@ -59,7 +59,7 @@ use self::{
     source::{Kind, archive_has_no_index, part_has_no_index},
 };
 pub use self::{
-    index::{Indexed, index, is_whole, stored_bytes, stored_layer_bytes},
+    index::{Indexed, index, is_whole, layer_list, stored_bytes, stored_layer_bytes},
     kept::{Documents, OciImage, OciLayer},
     push::{Pushed, push},
     settings::Settings,
@@ -409,7 +409,8 @@ fn keep_documents(found: &mut FoundImage, blobs: &Blobs, resolved: &Resolved, wo
     match blobs.documents(resolved) {
         Ok(Some(documents)) => found.documents = documents,
         Ok(None) => found.notes.push(format!(
-            "the configuration of {} is not kept, because it is too large or no text; the image              cannot be run",
+            "the configuration of {} is not kept, because it is too large or no text; the image \
+             cannot be run",
             resolved.digest
         )),
         Err(error) => found.notes.push(format!("the image's configuration is not kept: {error}")),

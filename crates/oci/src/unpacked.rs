@@ -2,13 +2,16 @@
 //!
 //! ```text
 //!   a layer read to its end ─► Unpacked ─► <state directory>/unpacked/<hex of the layer>          its diff ID
-//!                                    └──► <state directory>/unpacked/<hex of the layer>.differs  an image that
-//!                                         states another one
+//!                                    ├──► <state directory>/unpacked/<hex of the layer>.differs  an image that
+//!                                    │    states another one
+//!                                    └──► …/<hex of the layer>.listed.differs                    a table of
+//!                                         contents (TOC) that lists what the layer does not hold
 //! ```
 //!
 //! A configuration states the diff IDs of its layers, and containerd shares layers by chain IDs,
-//! which are made of them. A table of contents is not compared with them, so such a statement is
-//! worth something only after the layer was read.
+//! which are made of them. A mount by TOC does not compare it with them, so such a statement is
+//! worth something only after the layer was read. That a TOC is right is not recorded: another
+//! image may name another TOC of the same layer.
 //!
 //! Invariants: a fact about a digest never changes, and is durable when it is recorded; a damaged
 //! record counts as missing; at most [`RECORDS_MAX`] are kept.
@@ -22,7 +25,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_image::open_own;
+use burgeon_image::{builder, open_own};
 use burgeon_source::registry::{Digesting, OciDigest};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
@@ -31,6 +34,7 @@ use crate::{
     Source, Work,
     kept::{OciImage, OciLayer},
     no_layers,
+    toc::Toc,
 };
 
 /// Most records. Images of a host have some thousand layers.
@@ -39,6 +43,10 @@ const RECORDS_MAX: usize = 100_000;
 const RECORD_LEN: u64 = 4096;
 /// The end of the name of a record that an image states another diff ID.
 const DIFFERS: &str = ".differs";
+/// The end of the name of a record that a TOC does not list what the layer holds.
+const LISTED: &str = ".listed.differs";
+/// Longest text about a difference, in characters.
+const TEXT_MAX: usize = 500;
 
 /// A layer that was read to its end.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -49,6 +57,9 @@ pub struct Unpacked {
     pub diff_id: String,
     /// The diff ID that the image states.
     pub stated: Option<String>,
+    /// The first difference between the layer and its TOC, if they were compared and differ.
+    #[serde(default)]
+    pub mislisted: Option<String>,
 }
 
 impl Unpacked {
@@ -63,9 +74,7 @@ impl Unpacked {
 pub struct ReadLayers(Mutex<Vec<Unpacked>>);
 
 impl ReadLayers {
-    pub(crate) fn add(&self, layer: &OciDigest, diff_id: &OciDigest, stated: Option<&OciDigest>) {
-        let [layer, diff_id] = [layer, diff_id].map(OciDigest::to_string);
-        let one = Unpacked { layer, diff_id, stated: stated.map(OciDigest::to_string) };
+    pub(crate) fn add(&self, one: Unpacked) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !all.contains(&one) {
             all.push(one);
@@ -79,7 +88,7 @@ impl ReadLayers {
 }
 
 /// Reads all layers of the image `source` to their end, into `work.read`, and keeps nothing of
-/// them.
+/// them. Layers that have a usable TOC are compared with it.
 pub fn unpack(source: &Source, work: &Work<'_>) -> Result<()> {
     let (blobs, selector) = source.blobs(work.access)?.ok_or_else(|| no_layers(source))?;
     let mut resolved = blobs.resolve(&selector)?;
@@ -87,25 +96,44 @@ pub fn unpack(source: &Source, work: &Work<'_>) -> Result<()> {
     blobs.unpack(&resolved, work)
 }
 
-/// The digest of an unpacked archive of at most `limit` bytes.
-pub(crate) fn digest_of(archive: impl Read, limit: u64) -> Result<OciDigest> {
+/// The digest of an unpacked archive of at most `limit` bytes, at the beginning of which `look`
+/// looks.
+pub(crate) fn digest_of<T>(
+    archive: impl Read,
+    limit: u64,
+    look: impl FnOnce(&mut dyn Read) -> T,
+) -> Result<(OciDigest, T)> {
     let mut archive = Digesting::new(archive.take(limit + 1));
+    let seen = look(&mut archive);
     let cannot = |e| Error::with_source(ErrorKind::Corrupt, "it cannot be unpacked", e);
-    if io::copy(&mut archive, &mut io::sink()).map_err(cannot)? > limit {
+    io::copy(&mut archive, &mut io::sink()).map_err(cannot)?;
+    if archive.inner().limit() == 0 {
         let what = format!("it has more than {limit} bytes");
         return Err(Error::new(ErrorKind::OverLimit, what));
     }
-    Ok(archive.digest())
+    Ok((archive.digest(), seen))
 }
 
-/// What this host knows about the diff IDs of an image.
+/// The first difference between the unpacked archive of a layer and its TOC. The archive is read
+/// up to there.
+pub(crate) fn mislisted(archive: &mut dyn Read, toc: &Toc) -> Option<String> {
+    let sha256 = |data: &mut dyn Read| {
+        let mut data = Digesting::new(data);
+        io::copy(&mut data, &mut io::sink())?;
+        Ok(data.digest().bytes())
+    };
+    // Nothing that is no archive has a list.
+    builder::first_difference(archive, &toc.files, &sha256).unwrap_or_else(|e| Some(e.to_string()))
+}
+
+/// This host's knowledge of the diff IDs of an image.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DiffIdCheck {
     /// All layers were read here, and have the diff IDs that the image states.
     Verified,
     /// The first layer that was not read here.
     Unread(String),
-    /// A layer has another diff ID than the image states; a sentence.
+    /// A layer has another diff ID than the image states, or its TOC lists other files; a sentence.
     Differs(String),
 }
 
@@ -142,8 +170,15 @@ impl Unpackings {
                 }
                 Some(_) => {}
                 None => {
-                    self.write(&name, &Unpacked { stated: None, ..one.clone() }).map_err(failed)?;
+                    let fact = Unpacked { stated: None, mislisted: None, ..one.clone() };
+                    self.write(&name, &fact).map_err(failed)?;
                 }
+            }
+            if let Some(text) = &one.mislisted {
+                // The text comes from a process that has read the image.
+                let text = text.chars().filter(|c| !c.is_control()).take(TEXT_MAX).collect();
+                let fact = Unpacked { stated: None, mislisted: Some(text), ..one.clone() };
+                self.write(&format!("{name}{LISTED}"), &fact).map_err(failed)?;
             }
             if one.differs() {
                 self.write(&(name + DIFFERS), one).map_err(failed)?;
@@ -176,8 +211,8 @@ impl Unpackings {
         file.take(RECORD_LEN).read_to_string(&mut text).ok()?;
         let (digest, body) = text.split_once(' ')?;
         let found: Unpacked = serde_json::from_str(body).ok()?;
-        let is_own = name_of(&found.layer)
-            .is_ok_and(|own| name.strip_suffix(DIFFERS).unwrap_or(name) == own);
+        let layer = name.strip_suffix(LISTED).or(name.strip_suffix(DIFFERS)).unwrap_or(name);
+        let is_own = name_of(&found.layer).is_ok_and(|own| layer == own);
         (is_own && OciDigest::of(body.as_bytes()).to_string() == digest).then_some(found)
     }
 
@@ -186,7 +221,12 @@ impl Unpackings {
         Some(self.read(&name_of(layer).ok()?)?.diff_id)
     }
 
-    /// True if a layer is known that unpacks to another digest than an image states.
+    /// The first difference between a layer and its TOC, if one was found.
+    fn mislisted(&self, layer: &str) -> Option<String> {
+        self.read(&(name_of(layer).ok()? + LISTED))?.mislisted
+    }
+
+    /// True if a layer is known that is not what an image or a TOC states.
     pub fn has_differing(&self) -> bool {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().take(2 * RECORDS_MAX);
         entries.flatten().any(|entry| entry.file_name().to_string_lossy().ends_with(DIFFERS))
@@ -204,7 +244,14 @@ impl Unpackings {
                         layer.digest, image.digest
                     ));
                 }
-                (Some(_), Some(_)) => {}
+                (Some(_), Some(_)) => {
+                    if let Some(what) = self.mislisted(&layer.digest) {
+                        return DiffIdCheck::Differs(format!(
+                            "the table of contents of the layer {} is not that of its files: {what}",
+                            layer.digest
+                        ));
+                    }
+                }
                 _ => unread = unread.or_else(|| Some(layer.digest.clone())),
             }
         }
@@ -222,7 +269,7 @@ mod tests {
 
     use burgeon_source::registry::OciDigest;
 
-    use super::{DIFFERS, DiffIdCheck, Unpacked, Unpackings, digest_of};
+    use super::{DIFFERS, DiffIdCheck, Unpacked, Unpackings};
     use crate::kept::{OciImage, OciLayer};
 
     fn id(text: &str) -> String {
@@ -233,7 +280,7 @@ mod tests {
         let layer = |(layer, diff_id): &(&str, &str)| OciLayer {
             digest: id(layer),
             size: 1,
-            has_contents: true,
+            has_toc: true,
             diff_id: Some(id(diff_id)),
             chain_id: None,
         };
@@ -249,6 +296,7 @@ mod tests {
             layer: id(layer),
             diff_id: id(diff_id),
             stated: Some(id(stated)),
+            mislisted: None,
         };
         let good = image(&[("l1", "d1"), ("l2", "d2")]);
         assert_eq!(all.judge(&good, 2), DiffIdCheck::Unread(id("l1")));
@@ -271,6 +319,15 @@ mod tests {
         );
         assert_eq!(differing(), 1, "the daemon counts them");
         assert!(all.has_differing());
+        // A table of contents that lists other files condemns its layer, and no other.
+        let other = image(&[("l1", "d1"), ("l3", "d3")]);
+        let long = format!("a\n{}", "é".repeat(3000));
+        let lying = Unpacked { mislisted: Some(long), ..unpacked("l3", "d3", "d3") };
+        all.record(&[lying]).unwrap();
+        let DiffIdCheck::Differs(why) = all.judge(&other, 2) else { panic!() };
+        assert!(why.contains(&id("l3")) && why.contains("aéé") && why.len() < 2500, "{why}");
+        assert_eq!(all.judge(&other, 1), DiffIdCheck::Verified);
+        assert_eq!(differing(), 2);
         // A digest has one content: a reader that tells of another one changes no fact.
         let error = all.record(&[unpacked("l1", "junk", "junk")]).unwrap_err();
         assert!(error.to_string().contains(&id("junk")), "{error}");
@@ -289,7 +346,8 @@ mod tests {
 
     #[test]
     fn an_archive_beyond_its_limit_is_refused() {
-        assert_eq!(digest_of(&b"abc"[..], 3).unwrap(), OciDigest::of(b"abc"));
-        assert!(digest_of(&b"abcd"[..], 3).is_err());
+        let digest_of = |text: &[u8]| super::digest_of(text, 3, |_| ());
+        assert_eq!(digest_of(b"abc").unwrap(), (OciDigest::of(b"abc"), ()));
+        assert!(digest_of(b"abcd").is_err());
     }
 }

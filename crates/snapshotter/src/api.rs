@@ -19,7 +19,7 @@ pub struct Mount {
     /// A device or a path.
     #[prost(string, tag = "2")]
     pub source: String,
-    /// Where below the root.
+    /// The path below the root.
     #[prost(string, tag = "3")]
     pub target: String,
     /// As of fstab.

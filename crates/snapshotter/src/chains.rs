@@ -66,6 +66,15 @@ impl Chains {
         self.unmount(&at)
     }
 
+    /// Removes what an earlier snapshot of this number may have left: its root may have been
+    /// removed without its writes, and a new container must not find them.
+    pub(crate) fn clear(&self, id: u64) -> Result<()> {
+        match self.folder.join(id.to_string()).symlink_metadata() {
+            Ok(_) => self.unmount_one(id),
+            Err(_) => self.layers.remove_writes(id),
+        }
+    }
+
     /// The mount of the native container `id` above a chain, which is mounted if it is not.
     pub(crate) fn native(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
         self.mounted_by(id, remote, true)
@@ -96,7 +105,7 @@ impl Chains {
             _ => {}
         }
         if is_mounted(&at)? {
-            // What serves it may have died.
+            // Its server may have died.
             self.layers.serve()?;
             return Ok(at);
         }

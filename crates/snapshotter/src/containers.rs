@@ -46,7 +46,7 @@ impl FromStr for ContainerForm {
 /// The forms of containers on this node.
 #[derive(Clone, Debug, Default)]
 pub struct Containers {
-    /// Where nothing else decides.
+    /// The form if nothing else decides.
     pub form: ContainerForm,
     /// Patterns of repositories whose containers are native.
     pub native: Vec<String>,

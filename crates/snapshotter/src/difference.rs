@@ -72,7 +72,7 @@ const FOLDER: OFlags =
 
 struct Difference {
     levels: Vec<Level>,
-    /// Where in the layer the first name of a file with several names is.
+    /// The place in the layer of the first name of a file with several names.
     links: HashMap<(u64, u64), CString>,
 }
 

@@ -104,12 +104,12 @@ impl Disk {
         Ok((disk, loaded))
     }
 
-    /// Where the folders of a snapshot lie.
+    /// The place of a snapshot's folders.
     pub(crate) fn folder(&self, id: u64) -> PathBuf {
         self.root.join(SNAPSHOTS).join(id.to_string())
     }
 
-    /// What a snapshot adds to its parents.
+    /// The files that a snapshot adds to its parents.
     pub(crate) fn layer(&self, id: u64) -> PathBuf {
         self.folder(id).join("fs")
     }

@@ -24,7 +24,7 @@ const FILTER_MAX: usize = 16 << 10;
 /// The largest compiled expression, in bytes.
 const REGEX_BYTES: usize = 1 << 20;
 
-/// What to list.
+/// The snapshots to list.
 #[derive(Debug, Default)]
 pub struct Filter {
     any: Vec<Vec<Selector>>,

@@ -104,7 +104,7 @@ pub struct Snapshot {
     pub updated: SystemTime,
     /// Measured at the commit.
     pub usage: Option<Usage>,
-    /// Where its files are, if they were never unpacked here.
+    /// The place of its files, if they were never unpacked here.
     #[serde(default)]
     pub remote: Option<Remote>,
     /// Why a layer that containerd asked for by its chain ID was unpacked.

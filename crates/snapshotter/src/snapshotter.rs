@@ -198,6 +198,9 @@ impl Snapshotter {
         (snapshot.why_local, snapshot.why_overlay) = (why_local, why_overlay);
         snapshot.native = is_native.then(Native::default);
         let made = self.root_attributes(&snapshot, above.as_deref()).and_then(|attributes| {
+            if is_native {
+                self.chains()?.clear(snapshot.id)?;
+            }
             self.disk.make_folder(snapshot.id, attributes, kind == SnapshotKind::Active)?;
             self.disk.write(&snapshot)
         });
@@ -453,13 +456,14 @@ impl Snapshotter {
         self.disk.steps_left.store(steps, Ordering::Relaxed);
     }
 
-    /// What the background thread does: deletes removed folders, unmounts removed chains.
+    /// The background thread's work: deletes removed folders, unmounts removed chains.
     #[doc(hidden)]
     pub fn empty_trash(&self) -> Result<()> {
         let unmounted = self.chains.as_ref().map_or(Ok(()), |chains| {
             let is_mounted = |one: &Snapshot| one.remote.is_some() || one.native.is_some();
             chains.unmount_others(|id| {
-                // What it has written is all that is left of a snapshot whose record is damaged.
+                // The files that it has written are all that is left of a snapshot whose record is
+                // damaged.
                 self.disk.is_damaged(id)
                     || self.lock().iter().any(|snapshot| snapshot.id == id && is_mounted(snapshot))
             })

@@ -236,3 +236,19 @@ fn the_writes_of_a_snapshot_whose_record_is_damaged_are_kept() {
     assert_eq!(*fake.removed.lock().unwrap(), [13]);
     assert!(root.join("chains/12").is_dir() && !root.join("chains/13").exists());
 }
+
+/// Somebody may have removed the root, and left the state directory with its writes.
+#[test]
+fn a_new_native_container_finds_no_writes_of_an_earlier_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let fake = Arc::new(Fake::default());
+    let all = Snapshotter::open(&folder.path().join("root")).unwrap().with_layers(fake.clone());
+    assert!(exists(prepare(&all, "k", None, "c1", "r/app")));
+    let chain = all.stat("c1").unwrap().id;
+    let native =
+        Labels::from([("containerd.io/snapshot/burgeon.containers".into(), "native".into())]);
+    // Its mount fails, and then that of the chain, below an overlay.
+    let refused = all.create(SnapshotKind::Active, "c", Some("c1"), native).unwrap_err();
+    assert!(refused.to_string().contains("is away"), "{refused}");
+    assert_eq!(*fake.removed.lock().unwrap(), [chain + 1]);
+}

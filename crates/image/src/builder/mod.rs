@@ -39,7 +39,7 @@ pub use self::{
     outside::{Pattern, by_reference, computed},
     tar::{
         Description, FilePart, Gunzip, Layer, LayerHeaders, LayerLimits, Layers, Listed,
-        OnDescribed, OpenLayer, describe_layers, from_layers, from_tar,
+        OnDescribed, OpenLayer, Sha256, describe_layers, first_difference, from_layers, from_tar,
     },
 };
 use self::{

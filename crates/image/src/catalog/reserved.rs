@@ -83,13 +83,13 @@ impl fmt::Display for ReservedName<'_> {
 pub struct OciName<'a> {
     /// The digest of the image, or of an image index, with its algorithm. Not checked.
     pub digest: &'a str,
-    /// What of the image.
+    /// The part of the image.
     pub part: NamedPart<'a>,
     /// How its data is read.
     pub form: NameForm,
 }
 
-/// What of an OCI image a name means.
+/// The part of an OCI image that a name means.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NamedPart<'a> {
     /// All of it.

@@ -28,7 +28,7 @@ use serde_json::json;
 
 use super::{
     super::{Context, reading},
-    layers::image_of,
+    chain_source::ChainSource,
 };
 use crate::output;
 
@@ -120,8 +120,10 @@ struct Place {
 fn places(context: &Context, root: &Path, image: &str) -> Result<Vec<Place>> {
     let loaded = burgeon_snapshotter::read(root)?;
     let sources = loaded.snapshots.iter().filter_map(|one| one.remote.as_ref());
-    let texts: BTreeSet<&str> =
-        sources.flat_map(|remote| &remote.sources).map(|source| image_of(source)).collect();
+    let texts: BTreeSet<&str> = sources
+        .flat_map(|remote| &remote.sources)
+        .map(|source| ChainSource::parse(source).image)
+        .collect();
     let of_records = texts.into_iter().map(str::to_owned);
     let own = format!("oci://{}", repository(image));
     let all = of_records.chain([own]).filter_map(|text| {

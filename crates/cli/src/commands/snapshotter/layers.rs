@@ -34,9 +34,10 @@ use burgeon_source::registry::OciDigest;
 
 use super::{
     super::{Context, HOSTS_DIR, oci_image, reading},
+    chain_source::ChainSource,
     default_hosts,
 };
-use crate::global;
+use crate::{config::Config, global};
 
 /// The longest mount of a chain: the tables of contents of all its layers are fetched.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
@@ -44,9 +45,6 @@ const MOUNT_TIME: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(10);
 /// Most bytes of a command's error that are passed on.
 const SAID_MAX: u64 = 4096;
-
-/// Begins a source whose layers were all read here: no table of contents of its publisher is used.
-const CHECKED: &str = "checked ";
 
 #[derive(Debug)]
 pub(super) struct OwnLayers {
@@ -69,6 +67,16 @@ impl OwnLayers {
         let digest = burgeon_block::Digest::of(root.as_os_str().as_encoded_bytes()).to_string();
         let prefix = format!("snapshot-{}-", &digest[..8]);
         Self { context, trust, prefix, write_limit }
+    }
+
+    /// True if a pattern of the command line, or of the configuration as it is now, matches.
+    fn trusts(&self, repository: &str) -> bool {
+        let is_in = |patterns: &[String]| patterns.iter().any(|it| matches(it, repository));
+        if is_in(&self.trust) {
+            return true;
+        }
+        let (config, _) = Config::examine(self.context.config.place.as_deref());
+        config.snapshotter.trust.is_some_and(|trust| is_in(&trust.value))
     }
 
     /// The name of the writes of snapshot `id`.
@@ -144,7 +152,10 @@ impl OwnLayers {
         }
         let indexed = oci_image::has_checked(&self.context, text).map_err(|e| e.to_string())?;
         match indexed {
-            true => Ok(format!("{CHECKED}{text}#chain={chain}")),
+            true => {
+                let chain = Some(chain);
+                Ok(ChainSource { image: text, chain, is_verified: true }.to_string())
+            }
             false => Err("the image has no index here".to_owned()),
         }
     }
@@ -171,9 +182,10 @@ impl Layers for OwnLayers {
             }
             None => "the image was not read here".to_owned(),
         };
-        if !self.trust.iter().any(|pattern| matches(pattern, repository)) {
+        if !self.trusts(repository) {
             return Err(format!(
-                "{repository} is not trusted (`burgeon snapshotter --trust {repository}`), and \
+                "{repository} is not trusted (snapshotter.trust of the configuration, or `burgeon \
+                 snapshotter --trust {repository}`), and \
                  {not_verified} (`burgeon index {text}`)"
             ));
         }
@@ -187,8 +199,9 @@ impl Layers for OwnLayers {
             return Err(why);
         }
         check_top(&image, wanted)?;
-        check_contents(&image)?;
-        Ok(format!("{text}#chain={}", wanted.chain))
+        check_tocs(&image)?;
+        let chain = Some(wanted.chain.as_str());
+        Ok(ChainSource { image: &text, chain, is_verified: false }.to_string())
     }
 
     fn refused(&self, source: &str) -> Option<String> {
@@ -198,9 +211,8 @@ impl Layers for OwnLayers {
     fn mount(&self, source: &str, at: &Path) -> Result<()> {
         // As in unpacked layers: containers need both, and nobody else enters the root above.
         let mut arguments = ["mount", "--read-only", "--suid", "--dev"].map(OsStr::new).to_vec();
-        let reference = source.strip_prefix(CHECKED);
-        arguments.extend(reference.is_some().then_some(OsStr::new("--checked")));
-        arguments.extend([OsStr::new(reference.unwrap_or(source)), at.as_os_str()]);
+        let source = ChainSource::parse(source).to_mount();
+        arguments.extend(source.iter().map(OsStr::new).chain([at.as_os_str()]));
         self.run(&arguments, MOUNT_TIME)
     }
 
@@ -212,9 +224,8 @@ impl Layers for OwnLayers {
         if let Some(limit) = &limit {
             arguments.extend([OsStr::new("--write-limit"), OsStr::new(limit)]);
         }
-        let reference = source.strip_prefix(CHECKED);
-        arguments.extend(reference.is_some().then_some(OsStr::new("--checked")));
-        arguments.extend([OsStr::new(reference.unwrap_or(source)), at.as_os_str()]);
+        let source = ChainSource::parse(source).to_mount();
+        arguments.extend(source.iter().map(OsStr::new).chain([at.as_os_str()]));
         self.run(&arguments, MOUNT_TIME)
     }
 
@@ -239,15 +250,10 @@ impl Layers for OwnLayers {
     }
 }
 
-/// The image of a source, without the chain.
-pub(super) fn image_of(source: &str) -> &str {
-    Source::split_part(source.strip_prefix(CHECKED).unwrap_or(source)).0
-}
-
 /// Why nothing more may be made above the chain of this source: one of its layers unpacks to
 /// another digest than its image states.
 pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
-    let text = image_of(source);
+    let ChainSource { image: text, chain, .. } = ChainSource::parse(source);
     let digest = Source::parse(text)?.ok()?.pinned()?.clone();
     let Some(image) = context.documents().image(&digest) else {
         // Without its documents nobody can tell whether it has one of the layers that differ.
@@ -258,8 +264,8 @@ pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
             )
         });
     };
-    let chain = source.rsplit_once("#chain=")?.1;
-    let top = image.layers.iter().position(|layer| layer.chain_id.as_deref() == Some(chain))?;
+    let chain = Some(chain?);
+    let top = image.layers.iter().position(|layer| layer.chain_id.as_deref() == chain)?;
     match context.unpackings().judge(&image, top + 1) {
         DiffIdCheck::Differs(why) => Some(format!("{why} ({text})")),
         DiffIdCheck::Verified | DiffIdCheck::Unread(_) => None,
@@ -279,8 +285,8 @@ fn check_top(image: &OciImage, wanted: &LayerChain) -> Result<(), String> {
 
 /// All layers of the image can be read lazily: containerd would unpack a local one above remote
 /// ones, so the pull would have to mount these first, and to wait for their registry.
-fn check_contents(image: &OciImage) -> Result<(), String> {
-    match image.layers.iter().find(|layer| !layer.has_contents) {
+fn check_tocs(image: &OciImage) -> Result<(), String> {
+    match image.layers.iter().find(|layer| !layer.has_toc) {
         Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),
         None => Ok(()),
     }

@@ -8,6 +8,7 @@
 //!   snapshotter status   what the records say, whether or not it runs
 //! ```
 
+mod chain_source;
 mod fetch;
 mod floor;
 mod layers;

@@ -23,7 +23,7 @@ use burgeon_block::{Error, ErrorKind};
 use serde_json::json;
 
 use super::{super::Context, floor};
-use crate::{exit::Usage, output};
+use crate::{config::check_pattern, exit::Usage, output};
 
 const DROP_IN: &str = "etc/containerd/conf.d/burgeon.toml";
 const CONFIG: &str = "etc/containerd/config.toml";
@@ -201,11 +201,7 @@ fn unit(state: &Path, root: &Path, socket: &Path, trust: &[String]) -> Result<St
         program?, state?, root?, socket?
     );
     for pattern in trust {
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:*".contains(c);
-        if pattern.is_empty() || !pattern.chars().all(is_plain) {
-            let what = format!("--trust {pattern:?} has characters that no repository has");
-            return Err(Usage(what).into());
-        }
+        check_pattern(pattern).map_err(|why| Usage(format!("--trust: {why}")))?;
         command += &format!(" --trust {pattern}");
     }
     Ok(format!(
@@ -214,7 +210,7 @@ fn unit(state: &Path, root: &Path, socket: &Path, trust: &[String]) -> Result<St
     ))
 }
 
-/// What keeps containerd from using the file, or containers from seeing mounts.
+/// The obstacles: containerd does not use the file, or containers do not see mounts.
 fn problems(prefix: &Path, version: Version) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let config = prefix.join(CONFIG);
@@ -250,14 +246,19 @@ fn problems(prefix: &Path, version: Version) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Mounts that are made here are seen by containerd only in its own mount namespace.
+/// Mounts that are made here are seen by containerd only in its own mount namespace. A containerd
+/// within a container, as kind has it, is not the host's: it has a PID namespace of its own.
 fn other_namespace() -> Option<String> {
-    let own = fs::read_link("/proc/self/ns/mnt").ok()?;
+    let namespaces = |process: &Path| {
+        let namespace = |kind| fs::read_link(process.join("ns").join(kind)).ok();
+        Some((namespace("pid")?, namespace("mnt")?))
+    };
+    let (own_processes, own_mounts) = namespaces(Path::new("/proc/self"))?;
     fs::read_dir("/proc").ok()?.flatten().find_map(|process| {
         let path = process.path();
-        let name = fs::read_to_string(path.join("comm")).ok()?;
-        let other = fs::read_link(path.join("ns/mnt")).ok()?;
-        (name.trim() == "containerd" && other != own).then(|| {
+        fs::read_to_string(path.join("comm")).ok().filter(|name| name == "containerd\n")?;
+        let (processes, mounts) = namespaces(&path)?;
+        (processes == own_processes && mounts != own_mounts).then(|| {
             format!(
                 "containerd (process {}) is in another mount namespace than this command: it would not see \
                  the mounts of layers",

@@ -8,6 +8,7 @@
 
 mod acl;
 mod attributes;
+mod compare;
 mod describe;
 mod entry;
 mod gzip;
@@ -31,6 +32,7 @@ use burgeon_block::{BLOCK_SIZE, Digest, Error, MemoryMeter, ObjectStore, Result}
 use rayon::prelude::*;
 
 pub use self::{
+    compare::{Sha256, first_difference},
     describe::{Description, OnDescribed, describe_layers},
     gzip::Gunzip,
     layers::{Layer, LayerHeaders, LayerLimits, Layers, OpenLayer, from_layers},
