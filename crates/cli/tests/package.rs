@@ -96,6 +96,10 @@ fn a_package_is_installed_upgraded_kept_removed_and_purged() {
     reload();
 
     run("systemctl", &["enable", "--now", METRICS]);
+    // A user that exists while the unit runs reads the daemon's status as a member of the group.
+    let scraped = || fs::read_to_string("/run/burgeon-metrics/burgeon.prom").unwrap_or_default();
+    assert!(wait_until(PATIENCE, || scraped().contains("\nburgeon_up 1\n")), "{}", scraped());
+    assert_eq!(property_of(METRICS, "SupplementaryGroups"), "burgeon");
     run("systemctl", &["enable", "--now", "burgeon-disks.timer"]);
     let second = changed(&first, "2", "true");
     let metrics = property_of(METRICS, "MainPID");
@@ -227,7 +231,16 @@ fn remove_and_purge(package: &Path) {
         assert!(Path::new(STATE).join(part).exists(), "remove keeps {part}");
     }
 
+    let (unit, other) = ("/etc/systemd/system/srv-x.mount", "/srv/other");
+    fs::create_dir_all(other).unwrap();
+    let text = format!(
+        "# Written by `burgeon mount --persist`\n[Mount]\nOptions=ro,state-dir={other},fast\n"
+    );
+    fs::write(unit, text).unwrap();
     let printed = dpkg(&["--purge", "burgeon"]);
+    assert!(printed.contains(unit) && printed.contains("directory /srv/other stays"), "{printed}");
+    fs::remove_file(unit).unwrap();
+    fs::remove_dir(other).unwrap();
     for kept in ["writes/kept", "store"] {
         let path = format!("{STATE}/{kept}");
         assert!(printed.contains(&path) && Path::new(&path).exists(), "{path}: {printed}");
