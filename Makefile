@@ -1,10 +1,11 @@
 # make demo    shows Burgeon on a real tree of this machine (as root or with sudo)
 # make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
-# make soak    first what takes too long for `make test`: try-tarball and check-arm64; then an hour of random
-#              deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'), and twenty
-#              mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20); then a minute of
-#              reads from a cache on each small file system, whose server is killed
+# make soak    first what takes too long for `make test`: try-tarball, check-arm64, and the kernel tests once
+#              more over ublk and on Linux 6.1, in an emulator; then an hour of random deaths, damage, full
+#              disks and failing sources (SOAK='--minutes 5 --seed 1'), and twenty mounts into each of which
+#              4 GiB are written as quickly as they go (ROUNDS=20); then a minute of reads from a cache on
+#              each small file system, whose server is killed
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -73,10 +74,11 @@ check:
 test:
 	dev/need $(TEST_NEEDS)
 	dev/go $(TARGET)/tools
-	$(CARGO) run --quiet --locked --package xtask -- test
+	$(CARGO) run --quiet --locked --package xtask -- test $(addprefix --minutes ,$(MINUTES))
 
 soak: check-arm64 try-tarball
 	dev/need $(TEST_NEEDS)
+	$(CARGO) run --quiet --locked --package xtask -- kernels
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
 		--exact default_mounts_take_four_gigabytes_each
@@ -147,14 +149,13 @@ install: build
 	$(SUDO) ln -sfn /usr/local/bin/burgeon $(DESTDIR)$(SBIN)/mount.burgeon
 	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/systemd/system dist/burgeon.service \
 		dist/burgeon-metrics.service dist/burgeon-snapshotter.service dist/burgeon-disks.service \
-		dist/burgeon-disks.timer
+		dist/burgeon-disks.timer dist/burgeon-retry@.timer
 	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/udev/rules.d dist/65-burgeon.rules
 	$(if $(DESTDIR),,getent group burgeon > /dev/null || $(SUDO) groupadd --system burgeon)
 
 deb:
 	dev/need $(BUILD_NEEDS) $(DEB_NEEDS)
-	package=$$(dist/deb/build) && echo "$$package" && \
-		lintian --allow-root --fail-on error,warning --show-overrides "$$package"
+	package=$$(dist/deb/build) && dist/deb/check "$$package" && echo "$$package"
 
 tarball:
 	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools

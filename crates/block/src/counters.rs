@@ -90,6 +90,12 @@ impl Histogram {
 pub struct HistogramSnapshot(Vec<u64>);
 
 impl HistogramSnapshot {
+    /// The values of both.
+    pub fn with(mut self, other: &Self) -> Self {
+        self.0.iter_mut().zip(&other.0).for_each(|(own, other)| *own += other);
+        self
+    }
+
     /// Number of values.
     pub fn count(&self) -> u64 {
         self.0.iter().sum()

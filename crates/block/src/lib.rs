@@ -23,7 +23,7 @@ mod range;
 mod range_set;
 mod seams;
 
-pub use checksum::ChecksumKind;
+pub use checksum::{ChecksumKind, crc32c, crc32c_append};
 pub use counters::{Counter, Counters, Histogram, HistogramSnapshot};
 pub use device::{BlockDevice, Erase, FileRange, Now, Shape, Verdict, WritableDevice, WriteCache};
 pub use digest::Digest;

@@ -172,7 +172,7 @@ impl<'a> Put<'a> {
 
 /// CRC-32C with a given start value and without the final inversion, btrfs's hash function.
 fn raw_crc(start: u32, bytes: &[u8]) -> u32 {
-    !crc32c::crc32c_append(!start, bytes)
+    !burgeon_block::crc32c_append(!start, bytes)
 }
 
 /// The key offset of a name's DIR_ITEM or XATTR_ITEM.

@@ -62,7 +62,7 @@ impl Patcher {
         let constant = |has_dev_items: bool| {
             let mut node = zero.clone();
             patcher.put_fsid(&mut node, has_dev_items);
-            crc32c::crc32c(&node[FSID_AT..]) ^ crc32c::crc32c(&zero[FSID_AT..])
+            burgeon_block::crc32c(&node[FSID_AT..]) ^ burgeon_block::crc32c(&zero[FSID_AT..])
         };
         (patcher.plain, patcher.first) = (constant(false), constant(true));
         patcher

@@ -12,7 +12,7 @@ const MAGIC: [u8; 8] = *b"BURGJRNL";
 const VERSION: u32 = 1;
 const BLOCKS_MAX: u32 = CHUNK_LEN_MAX / 4096;
 
-/// What happened to a chunk.
+/// An event in the life of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// It lies there now.
@@ -24,7 +24,7 @@ pub enum Event {
 /// One record of a journal, or one entry of a checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
-    /// What happened.
+    /// The event.
     pub event: Event,
     /// The chunk.
     pub key: ChunkKey,

@@ -51,7 +51,7 @@ impl Domain {
     }
 }
 
-/// What the digest of a key is a digest of.
+/// The content that a key's digest is made of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum KeyKind {

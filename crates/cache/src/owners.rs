@@ -10,6 +10,8 @@
 //! one that claims it. Chunks that images share count for that one alone.
 //!
 //! Invariants (`tests/owners.rs`):
+//! - An owner has a number as long as it has chunks or somebody admits some for it; then another
+//!   one gets the number.
 //! - The chunks of a limit never take more than it says, except held ones when it is lowered.
 //! - Nobody comes here on the path of a hit; everything is under the store's lock.
 
@@ -50,7 +52,7 @@ impl Scope {
 /// Bytes of chunks by owner.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OwnedBytes {
-    /// Of each owner that has had a chunk.
+    /// Of each owner that has chunks, or for which somebody admits some.
     pub owners: Vec<(Owner, u64)>,
     /// Of chunks that nobody has claimed since this process was started.
     pub unclaimed: u64,
@@ -67,7 +69,11 @@ const LOOKS: usize = 1024;
 
 #[derive(Default)]
 struct Owned {
+    /// `None` for nobody, and for a number that is free.
+    owner: Option<Owner>,
     bytes: u64,
+    /// Those that admit chunks for it.
+    users: usize,
     /// Its limits, as indices.
     limits: Vec<usize>,
 }
@@ -102,6 +108,8 @@ pub(crate) struct Owners {
     numbers: HashMap<Owner, Number>,
     /// By number.
     owned: Vec<Owned>,
+    /// Numbers that no owner has any more.
+    free: Vec<Number>,
     limits: Vec<Limited>,
     /// By slot: the owner's number and [`READ`]. Nobody owns the slots beyond its end.
     of_slot: Vec<u16>,
@@ -112,6 +120,7 @@ impl Default for Owners {
         Self {
             numbers: HashMap::new(),
             owned: vec![Owned::default()],
+            free: Vec::new(),
             limits: Vec::new(),
             of_slot: Vec::new(),
         }
@@ -119,18 +128,49 @@ impl Default for Owners {
 }
 
 impl Owners {
-    /// The number of `owner`. [`NOBODY`] if there are as many owners as there may be.
-    pub(crate) fn number(&mut self, owner: &Owner) -> Number {
-        if let Some(number) = self.numbers.get(owner) {
-            return *number;
+    /// The number of `owner`, until [`Self::leave`]. [`NOBODY`] if there are as many owners as
+    /// there may be.
+    pub(crate) fn join(&mut self, owner: &Owner) -> Number {
+        let number = match (self.numbers.get(owner), self.free.pop()) {
+            (Some(number), free) => {
+                self.free.extend(free);
+                *number
+            }
+            (None, Some(free)) => free,
+            (None, None) if self.owned.len() >= usize::from(READ) => return NOBODY,
+            (None, None) => {
+                self.owned.push(Owned::default());
+                (self.owned.len() - 1) as Number
+            }
+        };
+        if self.owned[usize::from(number)].owner.is_none() {
+            let limits = self.limits_of(owner);
+            self.owned[usize::from(number)] =
+                Owned { owner: Some(owner.clone()), limits, ..Owned::default() };
+            self.numbers.insert(owner.clone(), number);
         }
-        let number = self.owned.len() as Number;
-        if self.owned.len() >= usize::from(READ) {
-            return NOBODY;
-        }
-        self.owned.push(Owned { bytes: 0, limits: self.limits_of(owner) });
-        self.numbers.insert(owner.clone(), number);
+        self.owned[usize::from(number)].users += 1;
         number
+    }
+
+    /// Ends one [`Self::join`].
+    pub(crate) fn leave(&mut self, number: Number) {
+        let owned = &mut self.owned[usize::from(number)];
+        owned.users = owned.users.saturating_sub(1);
+        self.forget_unused(number);
+    }
+
+    /// Makes the number free if nothing needs it any more.
+    fn forget_unused(&mut self, number: Number) {
+        let owned = &mut self.owned[usize::from(number)];
+        if owned.users > 0 || owned.bytes > 0 {
+            return;
+        }
+        if let Some(owner) = owned.owner.take() {
+            owned.limits.clear();
+            self.numbers.remove(&owner);
+            self.free.push(number);
+        }
     }
 
     fn limits_of(&self, owner: &Owner) -> Vec<usize> {
@@ -172,6 +212,7 @@ impl Owners {
         if let Some(word) = self.of_slot.get_mut(slot as usize) {
             *word = NOBODY;
         }
+        self.forget_unused(owner as Number);
     }
 
     /// The chunk in `slot` was read.

@@ -45,7 +45,7 @@ pub(crate) struct Persist {
     /// The number of the journal that is written, or was last.
     pub(crate) number: u64,
     checkpoint: Option<Checkpoint>,
-    /// The journals are long, or do not say everything.
+    /// The journals are long, or lack something.
     pub(crate) wants_checkpoint: bool,
     last: Option<Instant>,
 }

@@ -161,7 +161,7 @@ mod tests {
         // No cache of this size, and none of twice the size, would have the older ones.
         (0..1000).for_each(|number| reuse.read(hash(number), 4096, 64 << 20));
         assert!(reuse.bytes * reuse.rate <= 128 << 20);
-        // What is said of one size is not said of another.
+        // A statement about one size is none about another.
         let sampled = (0..).map(hash).find(|hash| super::is_sampled(*hash, reuse.rate)).unwrap();
         reuse.read(sampled, 4096, 1 << 30);
         assert_eq!(reuse.hit_permille(), None);

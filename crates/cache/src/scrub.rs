@@ -7,11 +7,26 @@ use burgeon_block::{BLOCK_SIZE, ChecksumKind, Pages};
 
 use crate::{
     shared::{Shared, lock},
-    slots::About,
+    slots::{About, Chunk},
 };
 
 /// Longest wait before `stop` is looked at again.
 const NAP: Duration = Duration::from_millis(100);
+
+/// Chunks of one scrub that are told by lines of the log: of a disk that rots whole, the others are
+/// events of the level debug.
+const LINES_MAX: u64 = 16;
+
+/// Makes an event of a chunk that was wrong.
+fn report(chunk: &Chunk, is_read: bool, forgotten: u64) {
+    let (key, arena, block) = (&chunk.key, chunk.location.arena, chunk.location.block);
+    let why = if is_read { "its bytes are wrong" } else { "it cannot be read" };
+    if forgotten <= LINES_MAX {
+        tracing::error!(?key, arena, block, why, "a scrub of the cache has forgotten a chunk");
+    } else {
+        tracing::debug!(?key, arena, block, why, "a scrub of the cache has forgotten a chunk");
+    }
+}
 
 /// [`crate::Cache::scrub`].
 pub(crate) fn run(shared: &Shared, bytes_per_second: u64, stop: &AtomicBool) -> (u64, u64) {
@@ -29,8 +44,12 @@ pub(crate) fn run(shared: &Shared, bytes_per_second: u64, stop: &AtomicBool) -> 
         if (!is_read || About::new(blocks, crc) != chunk.about)
             && shared.slots.chunk(slot) == Some(chunk)
         {
-            forgotten += u64::from(shared.forget(&chunk.key));
+            let is_forgotten = shared.forget(&chunk.key);
+            forgotten += u64::from(is_forgotten);
             shared.tally.doubted.add(1);
+            if is_forgotten {
+                report(&chunk, is_read, forgotten);
+            }
         }
         read += pages.bytes().len() as u64;
         let due = Duration::from_secs_f64(read as f64 / bytes_per_second.max(1) as f64);

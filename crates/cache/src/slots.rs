@@ -32,7 +32,7 @@ const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
 const ON_DISK: u64 = 1 << 62;
 const BLOCKS_BITS: u32 = 11;
 
-/// Where a chunk lies.
+/// The place of a chunk in an arena.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 pub(crate) struct Location {
     /// Index of the arena in the table of this process.

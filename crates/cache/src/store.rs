@@ -133,7 +133,7 @@ pub trait ChunkStore: Send + Sync + 'static {
     /// Evicts until `bytes` are free above the floor; returns the bytes that are.
     fn make_room(&self, bytes: u64) -> u64;
 
-    /// Whether chunks are kept, and why not.
+    /// States that chunks are kept, or the reason why not.
     fn state(&self) -> CacheState;
 
     /// Makes the admitted chunks durable.

@@ -43,7 +43,7 @@ pub(crate) fn run(upkeep: &Mutex<Upkeep>, shared: &Shared) {
         round(upkeep, shared, 0);
     }
     round(upkeep, shared, 0);
-    // What is not recorded is fetched again by the next server.
+    // The next server fetches again what is not recorded.
     lock(upkeep).flush(shared, true);
 }
 
@@ -118,7 +118,7 @@ impl Upkeep {
             if excess == 0 {
                 return Ok(());
             }
-            // What nobody can find goes before what is found.
+            // Chunks that nobody can find go before those that are found.
             if self.close_a_gap(shared)? {
                 continue;
             }

@@ -147,7 +147,14 @@ fn a_scrub_forgets_what_rotted() {
     let arena = fs::File::options().write(true).open(dir.path().join("arena-00000001")).unwrap();
     arena.write_all_at(&[0xff; 4096], 40 * 4096).unwrap();
     arena.sync_all().unwrap();
+    let events = testkit::Events::gather();
     let (read, forgotten) = cache.scrub(u64::MAX, &AtomicBool::new(false));
+    let said = events.take();
+    let is_told = |line: &String| {
+        line.starts_with("ERROR a scrub of the cache has forgotten a chunk")
+            && line.contains(" key=")
+    };
+    assert!(said.len() == 1 && said.iter().all(is_told), "{said:?}");
     assert_eq!((read, forgotten), ((0..100).map(|n| chunk(n).len() as u64).sum(), 1));
     assert_eq!((0..100).filter(|n| is_here(&cache, *n)).count(), 99);
 }

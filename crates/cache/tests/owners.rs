@@ -178,3 +178,30 @@ fn chunks_of_an_earlier_server_are_claimed_and_bounded() {
     assert_eq!(owned(&cache)[0], ("a".to_owned(), 20));
     assert_eq!(here(&cache, 0..50), 20);
 }
+
+#[test]
+fn the_number_of_an_owner_without_chunks_is_given_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let kept = cache.for_owner(&owner("kept", "s"));
+    admit(&*kept, 0, Why::Read).unwrap();
+    drop(kept);
+    // More than there are numbers at a time.
+    for n in 0..40_000 {
+        drop(cache.for_owner(&owner(&format!("image-{n}"), "s")));
+    }
+    let [a, b] = ["a", "b"].map(|image| cache.for_owner(&owner(image, "s")));
+    admit(&*a, 1, Why::Read).unwrap();
+    admit(&*b, 2, Why::Read).unwrap();
+    expect(&cache, &[("a", 1), ("b", 1), ("kept", 1), ("nobody", 0)]);
+    drop(b);
+    expect(&cache, &[("a", 1), ("b", 1), ("kept", 1), ("nobody", 0)]);
+    cache.drop_keys(&[key(1), key(2)]);
+    expect(&cache, &[("a", 0), ("kept", 1), ("nobody", 0)]);
+    // One that had a limit leaves none to the next one with its number.
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), LEN)]);
+    drop(a);
+    let c = cache.for_owner(&owner("c", "s"));
+    (3..6).for_each(|n| assert!(admit(&*c, n, Why::Read).is_some()));
+    expect(&cache, &[("c", 3), ("kept", 1), ("nobody", 0)]);
+}

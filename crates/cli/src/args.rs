@@ -232,7 +232,14 @@ otherwise.")]
     /// End the daemon
     Shutdown(Shutdown),
     /// Replace the running daemon's program with this one, while everything stays mounted
-    Upgrade,
+    Upgrade(Upgrade),
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Upgrade {
+    /// Say whether this program can take over, and change nothing
+    #[arg(long)]
+    pub check: bool,
 }
 
 #[derive(ClapArgs, Debug)]

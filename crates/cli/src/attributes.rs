@@ -56,6 +56,12 @@ pub(crate) fn is_known(name: &str) -> bool {
     Attribute::from_str(name, false).is_ok()
 }
 
+/// The names of all attributes.
+pub(crate) fn names() -> Vec<String> {
+    let values = Attribute::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+    values.map(|value| value.get_name().to_owned()).collect()
+}
+
 impl Attributes {
     /// The attributes asked for, as options of mount(8).
     pub(crate) fn texts(&self) -> Vec<String> {

@@ -34,7 +34,7 @@ Examples:
   burgeon let-go /mnt/a
   burgeon mount app:7 /mnt/a --fill --let-go
 
-Reads are the kernel's alone afterwards, and every process of Burgeon may end. It takes disk space for
+Afterwards the kernel alone serves all reads: no process of Burgeon is needed. It takes disk space for
 all data of the image, and for all that the mount's writes may still take.";
 
 #[derive(ClapArgs, Debug)]

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   args::Args ──► man1/burgeon.1, man1/burgeon-mount.1, …      one page for each verb
+//!   helper     ──► man8/mount.burgeon.8                         mount(8)'s helper
 //!              ──► burgeon.bash, _burgeon, burgeon.fish         completions
 //! ```
 //!
@@ -23,7 +24,7 @@ use clap_mangen::{
     roff::{Roff, roman},
 };
 
-use crate::args::Args;
+use crate::{args::Args, helper};
 
 /// The files of the program, for the section FILES of each page.
 const FILES: &str = "\
@@ -65,7 +66,13 @@ fn write(folder: &Path, date: &str) -> Result<()> {
     let mut root = Args::command().disable_help_subcommand(true);
     root.build();
     let common = blocks(&help_after(&root));
-    write_pages(&pages, &root, date, &common)
+    write_pages(&pages, &root, date, &common)?;
+    let (pages, helper) = (folder.join("man8"), helper::command());
+    fs::create_dir_all(&pages)?;
+    let environment: Vec<_> =
+        common.into_iter().filter(|block| block.section == "ENVIRONMENT").collect();
+    let page = page(&helper, ("mount.burgeon", "8"), date, &environment)?;
+    fs::write(pages.join("mount.burgeon.8"), page)
 }
 
 /// Writes the page of the verb, and those of the verbs below it.
@@ -74,8 +81,20 @@ fn write_pages(folder: &Path, verb: &Command, date: &str, common: &[Block]) -> R
         write_pages(folder, below, date, common)?;
     }
     let name = verb.get_display_name().unwrap_or(verb.get_name()).to_owned();
+    let page = page(verb, (&name, "1"), date, common)?;
+    fs::write(folder.join(format!("{name}.1")), page)
+}
+
+/// The page of one command.
+fn page(
+    verb: &Command,
+    (name, section): (&str, &str),
+    date: &str,
+    common: &[Block],
+) -> Result<Vec<u8>> {
     let man = Man::new(verb.clone())
         .title(name.to_uppercase())
+        .section(section)
         .date(date)
         .source(format!("burgeon {}", env!("CARGO_PKG_VERSION")))
         .manual("Burgeon");
@@ -96,13 +115,14 @@ fn write_pages(folder: &Path, verb: &Command, date: &str, common: &[Block]) -> R
         block.render(&mut page)?;
     }
     Block { section: "FILES", text: FILES.to_owned() }.render(&mut page)?;
-    see_also(verb, &name, &mut page)?;
-    fs::write(folder.join(format!("{name}.1")), page)
+    see_also(verb, name, &mut page)?;
+    Ok(page)
 }
 
 fn see_also(verb: &Command, name: &str, page: &mut Vec<u8>) -> Result<()> {
     let mut text = match name {
-        "burgeon" => "mount(8), umount(8), btrfs(5)".to_owned(),
+        "burgeon" => "mount(8), mount.burgeon(8), umount(8), btrfs(5)".to_owned(),
+        "mount.burgeon" => "mount(8), fstab(5), burgeon-mount(1)".to_owned(),
         _ => "burgeon(1)".to_owned(),
     };
     for below in verb.get_subcommands().filter(|_| name != "burgeon") {

@@ -50,6 +50,28 @@ pub(crate) const STORE: &str = "BURGEON_STORE";
 pub(crate) const STATE_DIR: &str = "BURGEON_STATE_DIR";
 pub(crate) const CONFIG: &str = "BURGEON_CONFIG";
 
+/// The option that the error is about, and the environment variable that gives its value.
+pub(crate) fn blamed_variable(
+    error: &clap::Error,
+    arguments: &[OsString],
+) -> Option<(&'static str, &'static str)> {
+    let text = error.to_string();
+    let options = [
+        ("--store", STORE),
+        ("--state-dir", STATE_DIR),
+        ("--cache-dir", CACHE_DIR),
+        ("--log-level", log::VARIABLE),
+        ("--config", CONFIG),
+    ];
+    let is_typed =
+        |option: &str| arguments.iter().any(|it| it.to_string_lossy().starts_with(option));
+    options.into_iter().find(|(option, variable)| {
+        text.contains(&format!("'{option} "))
+            && std::env::var_os(variable).is_some()
+            && !is_typed(option)
+    })
+}
+
 /// The documented levels: the type of the log knows others.
 pub(crate) const LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "off"];
 

@@ -127,6 +127,9 @@ fn main() -> ExitCode {
             if e.use_stderr() && arguments.iter().any(|argument| argument == "--json") {
                 exit::report_usage(&e);
             }
+            if let Some((option, variable)) = global::blamed_variable(&e, &arguments) {
+                eprintln!("note: {option} is taken from the environment variable {variable}");
+            }
             e.exit()
         }
     };

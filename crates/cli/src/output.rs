@@ -7,6 +7,7 @@
 use std::{
     fmt::Arguments,
     io::{self, ErrorKind, Write},
+    path::Path,
     sync::{
         OnceLock,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -14,6 +15,7 @@ use std::{
 };
 
 use burgeon_block::Error;
+use burgeon_daemon::log::one_line;
 use serde::Serialize;
 
 /// Prints a line on standard output.
@@ -69,6 +71,11 @@ pub(crate) fn refused() -> Option<Error> {
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     note(writeln!(io::stdout(), "{}", serde_json::to_string_pretty(value)?));
     Ok(())
+}
+
+/// A path in a line for people.
+pub(crate) fn path(path: &Path) -> String {
+    one_line(&path.to_string_lossy())
 }
 
 /// Formats a number of things: "1 file", "2 files", "3 fetches", "4 directories".
@@ -143,7 +150,13 @@ pub(crate) fn table(rows: &[Vec<String>]) {
 
 #[cfg(test)]
 mod tests {
-    use super::{bytes, counted, duration_us, percent};
+    use super::{bytes, counted, duration_us, path, percent};
+
+    #[test]
+    fn a_path_is_one_line() {
+        assert_eq!(path("/a b/ü".as_ref()), "/a b/ü");
+        assert_eq!(path("/a\n\u{1b}[2J".as_ref()), "/a\\n\\u{1b}[2J");
+    }
 
     #[test]
     fn one_thing_is_no_plural() {

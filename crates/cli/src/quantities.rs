@@ -35,8 +35,11 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         "E" | "EIB" => 60,
         unit => return Err(format!("{unit:?} is not a unit: use K, M, G, T, P or E")),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{digits:?} is not a whole number"))?;
-    number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("{digits:?} is not a whole number"));
+    }
+    let number = digits.parse().ok().and_then(|number: u64| number.checked_mul(1 << shift));
+    number.ok_or_else(|| format!("{text} is too much: at most {} bytes", u64::MAX))
 }
 
 /// An amount such as `200G` or `10%`.
@@ -85,8 +88,11 @@ mod tests {
         assert_eq!(parse_size("4096"), Ok(4096));
         assert_eq!(parse_size("512MiB"), Ok(512 << 20));
         assert_eq!(parse_size("4E"), Ok(4 << 60));
-        for bad in ["", "G", "1.5G", "-1", "5X", "99999999999T", "16E"] {
+        for bad in ["", "G", "1.5G", "-1", "+1", "5X", "99999999999T", "16E"] {
             assert!(parse_size(bad).is_err(), "{bad}");
+        }
+        for much in ["16E", "99999999999999999999G"] {
+            assert!(parse_size(much).unwrap_err().contains("too much"), "{much}");
         }
     }
 }

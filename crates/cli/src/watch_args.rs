@@ -11,13 +11,13 @@ Examples:
   burgeon trace /mnt/a --top files             the files that cost the most time
   burgeon trace /mnt/a --summary --threshold 1
 
-The server remembers the last 256 waits of each mount, of 1 ms or longer.";
+The server remembers the last 256 waits of each mount: of 1 ms or longer, and of reads that failed.";
 
 #[derive(Args, Debug)]
 pub(crate) struct Trace {
     /// The mount
     pub(crate) mount: PathBuf,
-    /// Leave out shorter waits, in milliseconds
+    /// Leave out shorter waits, in milliseconds, unless their reads failed
     #[arg(long, value_name = "MS", default_value = "10")]
     pub(crate) threshold: u64,
     /// Show the waits of the next seconds instead of the remembered ones

@@ -8,7 +8,9 @@ use std::{
 };
 
 use serde_json::Value;
-use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+use testkit::{
+    Burgeon, OciLayout, PATIENCE, Registry, Rng, Space, drop_caches, kill, skopeo_copy, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const FILES: u64 = 8;
@@ -130,4 +132,77 @@ fn images_and_stores_have_figures_and_limits() {
     burgeon.fails(&["cache", "resize", "--limit", "one"], 2, "IMAGE=SIZE");
     burgeon.fails(&["cache", "resize", "--limit", "nothing=1G"], 3, "nothing");
     burgeon.umount(one);
+}
+
+/// Stored layers count for the cache's limit, and go when they are more than half of it: the mount
+/// reads on, from the registry. Those of a pulled image stay.
+#[test]
+fn stored_layers_are_bounded_and_evicted() {
+    const LEN: usize = 6 << 20;
+    let space = Space::new("cache-layers");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let content = |layer: u64| Rng::new(layer).bytes(LEN);
+    for layer in 0..2 {
+        layout
+            .change(|root| fs::write(root.join(format!("f{layer}")), content(layer)).unwrap())
+            .unwrap();
+    }
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    push(layout.folder(), &format!("{}/app:1", registry.address()));
+    let image = format!("oci://{}/app:1", registry.address());
+    let at = space.path("at");
+    let mounted = burgeon.mount(&image, &at, &["--read-only", "--profile", "none"]);
+    let layers = || cache(&burgeon, &["status"])["cache"]["layers"].as_u64().unwrap();
+    let all = 2 * LEN as u64;
+    assert!(layers() >= all);
+    // Half of it is not enough for both, but for one.
+    let resized = cache(&burgeon, &["resize", "16M"]);
+    assert!(resized["cache"]["limit"].as_u64().unwrap() <= 16 * MIB, "{resized}");
+    assert!(wait_until(PATIENCE, || layers() <= 8 * MIB));
+    assert!(layers() >= LEN as u64);
+    // Chunks get what layers leave.
+    let chunks = || {
+        let limit = cache(&burgeon, &["status"])["cache"]["limit"].as_u64().unwrap();
+        limit - layers()
+    };
+    assert!(wait_until(PATIENCE, || chunks() <= 16 * MIB - layers()), "{}", chunks());
+    let evicted = cache(&burgeon, &["evict", "1G"]);
+    assert!(evicted["bytes"].as_u64().unwrap() >= LEN as u64, "{evicted}");
+    assert_eq!(layers(), 0);
+    drop_caches();
+    for layer in 0..2 {
+        assert!(fs::read(at.join(format!("f{layer}"))).unwrap() == content(layer), "{layer}");
+    }
+    let said = burgeon.ok(&["cache", "status"]);
+    assert!(said.contains("layers     0 B stored"), "{said}");
+    burgeon.umount(mounted);
+
+    // It stores them again, and promises that they stay.
+    cache_with(&burgeon, &at, &image, |burgeon| {
+        let said = burgeon.ok(&["pull", "--eager", &image]);
+        assert!(said.contains("needs nothing but this host"), "{said}");
+        cache(burgeon, &["evict", "1G"]);
+        cache(burgeon, &["resize", "1M"]);
+    });
+    drop(registry);
+    let list: Value = serde_json::from_str(&burgeon.ok(&["list", "--json"])).unwrap();
+    let name = list["images"][0]["name"].as_str().unwrap();
+    let mounted = burgeon.mount(name, &at, &["--read-only", "--profile", "none"]);
+    for layer in 0..2 {
+        assert!(fs::read(at.join(format!("f{layer}"))).unwrap() == content(layer), "{layer}");
+    }
+    burgeon.umount(mounted);
+}
+
+/// Does something while the image is mounted: a daemon has the cache.
+fn cache_with(burgeon: &Burgeon, at: &Path, image: &str, act: impl FnOnce(&Burgeon)) {
+    let mounted = burgeon.mount(image, at, &["--read-only", "--profile", "none"]);
+    act(burgeon);
+    burgeon.umount(mounted);
+}
+
+/// Copies the image of `layout` to a registry.
+fn push(layout: &Path, to: &str) {
+    skopeo_copy(&[], &format!("oci:{}", layout.display()), &format!("docker://{to}")).unwrap();
 }

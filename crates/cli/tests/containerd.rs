@@ -74,7 +74,10 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     let registry = Registry::start(&space.path("registry"), None).unwrap();
     let image = format!("{}/team/app:1", registry.address());
     let pushed = push_estargz(&space, &image, "layer", None);
-    let mut node = Node::start(&space, &[]);
+    let config = space.path("burgeon.toml");
+    fs::write(&config, "[snapshotter]\ntrust = [\"registry.example/*\"]\n").unwrap();
+    let options = ["--containers", "overlay", "--config", config.to_str().unwrap()];
+    let mut node = Node::start(&space, &options);
     // Not trusted: local layers, and the reason.
     node.pull(&image).unwrap();
     assert_eq!(node.kinds(), ["local", "local"]);
@@ -82,9 +85,9 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     assert!(why.contains("/team/app is not trusted"), "{why}");
     node.ctr(&["images", "rm", "--sync", &image]).unwrap();
     assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
-    // Trusted: no layer is fetched, and nothing is mounted.
-    let trust = format!("{}/team/*", registry.address());
-    node.serve(&["--containers", "overlay", "--trust", &trust]);
+    // Trusted, from now on: no layer is fetched, and nothing is mounted.
+    let trust = format!("[snapshotter]\ntrust = [\"{}/team/*\"]\n", registry.address());
+    fs::write(&config, trust).unwrap();
     node.pull(&image).unwrap();
     assert_eq!(node.kinds(), ["remote", "remote"], "{:?}", node.snapshots());
     assert!(!node.has_fetched(&pushed));

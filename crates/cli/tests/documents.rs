@@ -25,8 +25,8 @@ fn documents() -> tempfile::TempDir {
     folder
 }
 
-fn pages(folder: &Path) -> Vec<PathBuf> {
-    let pages = fs::read_dir(folder.join("man1")).unwrap();
+fn pages(folder: &Path, section: &str) -> Vec<PathBuf> {
+    let pages = fs::read_dir(folder.join(section)).unwrap();
     pages.map(|page| page.unwrap().path()).collect()
 }
 
@@ -58,13 +58,17 @@ fn each_verb_has_a_page_with_the_common_sections() {
         count += 1;
     }
     assert!(count > 25, "--help lists {count} verbs");
-    assert_eq!(pages(folder.path()).len(), count, "no page of another verb");
+    assert_eq!(pages(folder.path(), "man1").len(), count, "no page of another verb");
+    let helper = fs::read_to_string(folder.path().join("man8/mount.burgeon.8")).unwrap();
+    for part in ["MOUNT.BURGEON 8", "NAMESPACE", "32 mount failed", "EXIT STATUS", "SEE ALSO"] {
+        assert!(helper.contains(part), "{part}: {helper}");
+    }
 }
 
 #[test]
 fn readers_of_man_pages_find_no_fault() {
     let folder = documents();
-    for page in pages(folder.path()) {
+    for page in ["man1", "man8"].into_iter().flat_map(|section| pages(folder.path(), section)) {
         let page = page.to_str().unwrap();
         if is_there("mandoc") {
             let lint = output("mandoc", &["-T", "lint", "-W", "warning", page]);

@@ -143,6 +143,24 @@ fn kept_writes_are_exported_and_mounted_nowhere() {
     burgeon.umount(mounted);
 }
 
+/// A mount whose daemon has died is served again for it.
+#[test]
+fn a_mount_without_a_daemon_is_exported() {
+    let space = Space::new("export-lost");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.path("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("a"), vec![7; 3_000_000]).unwrap();
+    burgeon.build(&tree, "tree");
+    let at = space.path("at");
+    let mounted = burgeon.mount("tree", &at, &LIMIT);
+    burgeon.kill_daemon();
+    let archive = space.path("tree.tar");
+    burgeon.ok(&["export", text(&at), "-o", text(&archive)]);
+    compare(&tree, &unpack(&space, &archive, "unpacked")).unwrap().assert_same();
+    burgeon.umount(mounted);
+}
+
 #[test]
 fn mistakes_are_named() {
     let space = Space::new("export-mistakes");
@@ -166,13 +184,17 @@ fn mistakes_are_named() {
     burgeon.fails(&["export", at, "-o", "/dev/null"], 1, "no regular file");
     burgeon.fails(&["export", at, "-o", text(&space.path("no/a.tar"))], 3, "cannot write");
     assert!(!archive.exists());
-    // A terminal, which `script` gives.
+    // A terminal, which `script` gives, and an output that is closed.
     let mut command = burgeon.command(&["export", at]);
     let program = command.get_program().to_owned();
     let line: Vec<_> = std::iter::once(program.as_os_str())
         .chain(command.get_args())
         .map(|word| format!("'{}'", word.to_str().unwrap()))
         .collect();
+    let closed = format!("exec {} >&-", line.join(" "));
+    let output = Command::new("sh").args(["-c", &closed]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("is closed"), "{output:?}");
     let script = ["-qec", &line.join(" "), "/dev/null"];
     let output = Command::new("script").args(script).stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

@@ -76,7 +76,8 @@ fn health_is_an_exit_code_within_a_time_limit() {
     // So is a server that hangs, by `health`, `doctor` and the metrics.
     let server = pid(&burgeon, "server_pid");
     send(server, Signal::STOP);
-    let (code, hangs) = health(&burgeon, &["--timeout", "1", at.to_str().unwrap()]);
+    // The daemon waits a second for it.
+    let (code, hangs) = health(&burgeon, &["--timeout", "5", at.to_str().unwrap()]);
     let (said, metrics) = (burgeon.run(&["doctor"]), burgeon.ok(&["metrics"]));
     let seen = burgeon.run(&["status"]);
     send(server, Signal::CONT);
@@ -200,7 +201,8 @@ fn no_secret_leaves_the_daemon() {
     }
     assert!(texts[5].1.contains("s3://bucket"), "names of stores are there");
     assert_eq!(fs::metadata(&report).unwrap().permissions().mode() & 0o777, 0o600);
-    burgeon.fails(&["doctor", "--report", report.to_str().unwrap()], 1, "cannot write the report");
+    let again = "a file is there already; name another one, or remove it";
+    burgeon.fails(&["doctor", "--report", report.to_str().unwrap()], 1, again);
     let link = space.path("link");
     symlink(space.path("nowhere"), &link).unwrap();
     burgeon.fails(&["doctor", "--report", link.to_str().unwrap()], 1, "cannot write the report");

@@ -1,9 +1,10 @@
-//! A command that names the holders of a mount asks no other file system, which may never answer.
+//! A command that names the holders of a mount asks no other file system, which may never answer;
+//! and a shutdown unmounts nothing while there are some.
 
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    fs::File,
+    fs::{self, File},
     os::fd::OwnedFd,
     path::PathBuf,
     process::{Child, Stdio},
@@ -110,4 +111,40 @@ fn a_process_whose_working_directory_is_in_the_mount_is_named() {
     assert!(refused.stderr.contains(&named), "{}", refused.stderr);
     drop(sleeping);
     burgeon.umount(mounted);
+}
+
+#[test]
+fn a_shutdown_unmounts_all_or_nothing() {
+    let space = Space::new("all-or-nothing");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("big"), vec![7; 100_000]).unwrap();
+    burgeon.build(&tree, "image:1");
+    let options = ["--write-limit", "256M"];
+    let outer = burgeon.mount("image:1", &space.path("at"), &options);
+    let below = outer.path().join("below");
+    fs::create_dir(&below).unwrap();
+    let inner = burgeon.mount("image:1", &below, &options);
+    let file = File::open(inner.path().join("big")).unwrap();
+    let holder = format!(
+        "nothing was unmounted: {} is in use by {} (process {}, an open file)",
+        below.display(),
+        fs::read_to_string("/proc/self/comm").unwrap().trim_end(),
+        std::process::id()
+    );
+    // Twice: what is looked at must not be unmounted by the next look.
+    for _ in 0..2 {
+        burgeon.fails(&["shutdown", "--unmount"], 5, &holder);
+    }
+    assert_eq!(burgeon.status()["mounts"].as_array().map(Vec::len), Some(2));
+    burgeon.kill_daemon();
+    burgeon.fails(&["shutdown", "--unmount"], 5, &holder);
+    assert!(space.mounts().contains(&below));
+    drop(file);
+    // With systemd or without it.
+    let said = burgeon.ok(&["umount", "--forget", below.to_str().unwrap()]);
+    assert!(said.contains("it had no unit"), "{said}");
+    burgeon.ok(&["shutdown", "--unmount"]);
+    std::mem::forget((inner, outer));
+    assert!(burgeon.processes().is_empty());
 }

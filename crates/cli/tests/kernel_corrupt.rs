@@ -341,6 +341,14 @@ fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
             damage.burgeon.umount(mounted);
         }
     }
+    // The version of a map, which is unknown then, its header and its sections.
+    for offset in [8, 40, 100, 5000] {
+        let map = OpenOptions::new().write(true).open(damage.prepared().join("map")).unwrap();
+        map.write_all_at(b"junk", offset).unwrap();
+        let mounted = damage.burgeon.mount("image", &at, &["--read-only"]);
+        compare(&damage.tree, mounted.path()).unwrap().assert_same();
+        damage.burgeon.umount(mounted);
+    }
 }
 
 /// The checksum of a block in a map: reads find it wrong, and nothing else is.

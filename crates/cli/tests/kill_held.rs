@@ -295,3 +295,26 @@ fn abort_connection(space: &Space, device: &str) {
     unmount(&control, UnmountFlags::DETACH).unwrap();
     aborted.unwrap();
 }
+
+#[test]
+fn a_mount_whose_record_is_damaged_holds_up_no_umount() {
+    let space = Space::new("held-damaged");
+    let Set { burgeon, at, mounted, .. } = set_up(&space, 7, &["--read-only"]);
+    let status = burgeon.status();
+    let id = status["mounts"][0]["id"].as_str().unwrap().to_owned();
+    for name in ["supervisor_pid", "server_pid"] {
+        kill(u32::try_from(status[name].as_u64().unwrap()).unwrap());
+    }
+    let record = burgeon.state().join("mounts").join(id).join("mount.json");
+    File::options().write(true).open(&record).unwrap().set_len(50).unwrap();
+    let at = at.to_str().unwrap();
+    for _ in 0..2 {
+        let said = burgeon.run(&["umount", at]);
+        assert!(said.code != Some(0) && said.stderr.contains("shutdown --force"), "{said:?}");
+    }
+    let found = burgeon.run(&["doctor"]).stdout;
+    assert!(found.contains("mount.json cannot be read") && found.contains("--force"), "{found}");
+    burgeon.ok(&["shutdown", "--force"]);
+    burgeon.ok(&["umount", at]);
+    drop(mounted);
+}

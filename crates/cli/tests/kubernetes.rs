@@ -5,7 +5,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
 };
@@ -29,11 +29,13 @@ fn the_manifest_is_of_kubernetes_own_types() {
     assert!(output.status.success() && said.matches("--- PASS").count() == 2, "{said}");
 }
 
-/// A process with a mount namespace of its own, in which the node's folders and programs are
-/// others.
+/// A process with namespaces of its own for mounts, in which the node's folders and programs are
+/// others, and for processes: it does not see what runs beside the test.
 struct Node {
-    process: Child,
-    /// What its systemctl and udevadm were asked for.
+    /// The parent of the node's first process, which dies with it.
+    unshare: Child,
+    process: u32,
+    /// The requests to its systemctl and udevadm.
     calls: PathBuf,
     files: PathBuf,
 }
@@ -66,14 +68,18 @@ impl Node {
         let script = "mkdir -p \"$1/etc/udev/rules.d\" \"$1/local/bin\" \"$1/run\" &&
             mount --bind \"$1/etc\" /etc && mount --bind \"$1/local\" /usr/local &&
             mount --bind \"$1/run\" /run && touch \"$1/ready\" && exec sleep 100000";
-        let process = Command::new("unshare")
-            .args(["--mount", "--propagation=private", "sh", "-c", script, "sh"])
+        let unshare = Command::new("unshare")
+            .args(["--mount", "--propagation=private", "--pid", "--fork", "--kill-child"])
+            .args(["--mount-proc", "sh", "-c", script, "sh"])
             .arg(space.folder())
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
-        let node = Self { process, calls, files };
+        let mut node = Self { unshare, process: 0, calls, files };
         assert!(wait_until(PATIENCE, || ready.exists()), "no node");
+        let id = node.unshare.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+        node.process = children.trim().parse().unwrap();
         node
     }
 
@@ -82,7 +88,7 @@ impl Node {
         let path = std::env::var("PATH").unwrap();
         Command::new(dist("kubernetes/node"))
             .arg(step)
-            .env("NODE_PID", self.process.id().to_string())
+            .env("NODE_PID", self.process.to_string())
             .env("BURGEON_FILES", &self.files)
             .env("TRUST", "registry.example/team/* other.example/app")
             .env("PATH", format!("{}:{path}", space.path("programs").display()))
@@ -100,8 +106,8 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        let _ = self.unshare.kill();
+        let _ = self.unshare.wait();
     }
 }
 
@@ -146,4 +152,47 @@ fn a_node_whose_containerd_would_not_read_the_file_is_left_alone() {
     assert!(!space.path("etc/containerd/conf.d").exists());
     let output = node.step(&space, "unknown");
     assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn only_a_containerd_of_the_node_itself_has_to_see_its_mounts() {
+    let space = Space::new("kubernetes-namespaces");
+    let node = Node::new(&space);
+    // A process with this name: first as in a container, then as a service with PrivateMounts.
+    let other = space.path("programs/other/containerd");
+    fs::create_dir_all(other.parent().unwrap()).unwrap();
+    fs::copy("/bin/sleep", &other).unwrap();
+    let file = fs::metadata(&other).unwrap().ino();
+    let running = || {
+        let processes = fs::read_dir("/proc").unwrap().flatten();
+        let programs = processes.filter_map(|one| fs::metadata(one.path().join("exe")).ok());
+        programs.filter(|program| program.ino() == file).count()
+    };
+    let start = |namespaces: &[&str]| {
+        let before = running();
+        let process = Command::new("nsenter")
+            .args(["--target", &node.process.to_string(), "--mount", "--pid", "unshare"])
+            .args(namespaces)
+            .args([other.to_str().unwrap(), "100000"])
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        assert!(wait_until(PATIENCE, || running() > before), "it does not run: {namespaces:?}");
+        process
+    };
+    let inner = start(&["--mount", "--pid", "--fork", "--kill-child"]);
+    node.install(&space);
+    let beside = start(&["--mount"]);
+    let output = node.step(&space, "install");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && said.contains("problem: containerd (process "),
+        "{output:?}"
+    );
+    assert!(said.contains(") is in another mount namespace"), "{said}");
+    // The end of the node's first process ends them.
+    drop(node);
+    for mut process in [inner, beside] {
+        process.wait().unwrap();
+    }
 }

@@ -120,6 +120,12 @@ fn a_level_is_answered_by_the_documented_ones() {
     let Installation { burgeon, space: _space, .. } = installation("levels");
     burgeon.fails(&["list", "--log-level", "foo"], 2, "error, warn, info, debug, off");
     burgeon.ok(&["list", "--log-level", "debug"]);
+    // Nobody has typed the option.
+    for level in ["foo", ""] {
+        let output = burgeon.command(&["list"]).env("BURGEON_LOG", level).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains("variable BURGEON_LOG"), "{said}");
+    }
 }
 
 #[test]

@@ -15,7 +15,10 @@ use rustix::{
     mount::{UnmountFlags, unmount},
     process::{Pid, Signal, kill_process},
 };
-use testkit::{Burgeon, Mounted, PATIENCE, Space, bind_mount, mounts_of, wait_until};
+use testkit::{
+    Burgeon, Mounted, OciLayout, PATIENCE, Registry, Space, bind_mount, mounts_of, skopeo_copy,
+    wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -136,12 +139,43 @@ fn a_line_of_fstab_is_mounted_once() {
     drop(foreign);
 }
 
+/// A line of /etc/fstab may name an image of a registry by its digest, with a port and a tag.
+#[test]
+fn an_image_of_a_registry_is_mounted_by_its_digest() {
+    let space = Space::new("helper-digest");
+    let helper = Helper::new(&space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("file"), "of a registry").unwrap()).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let name = format!("{}/team/app:1", registry.address());
+    let from = format!("oci:{}", layout.folder().display());
+    skopeo_copy(&[], &from, &format!("docker://{name}")).unwrap();
+    let fetched = helper.run(&format!("oci://{name}"), "ro", &[]);
+    assert!(fetched.status.success(), "{fetched:?}");
+    let list: serde_json::Value =
+        serde_json::from_str(&helper.burgeon.ok(&["list", "--json"])).unwrap();
+    let mut names = list["images"].as_array().unwrap().iter().map(|it| it["name"].as_str());
+    let digest = names.find_map(|name| name.filter(|it| it.starts_with("sha256:"))).unwrap();
+    helper.burgeon.umount(helper.mounted());
+    let spec = format!("oci://{name}@{digest}");
+    // A digest needs nobody.
+    drop(registry);
+    for _ in 0..2 {
+        helper.ok(&spec, "ro");
+        assert_eq!((helper.mounts(), helper.read().as_str()), (1, "of a registry"));
+    }
+    let other = spec.replace(&digest[7..15], "00000000");
+    helper.fails(&other, "ro", &[], 32, "is mounted there");
+    helper.burgeon.umount(helper.mounted());
+}
+
 #[test]
 fn mistakes_have_the_exit_codes_of_mount() {
     let space = Space::new("helper-mistakes");
     let helper = Helper::new(&space);
     helper.fails("image:1", "subvol=x", &[], 1, "unknown option \"subvol=x\"");
     helper.fails("image:1", "writes", &[], 1, "needs a value");
+    helper.fails("image:1", "noatiem", &[], 1, "did you mean noatime?");
     helper.fails("image:1", "write-limit=much", &[], 1, "'-o write-limit");
     helper.fails("image:1", "transport=pigeon", &[], 1, "pigeon");
     helper.fails("image:1", "", &["-t", "burgeon.x"], 1, "no subtypes");
@@ -165,6 +199,10 @@ fn mistakes_have_the_exit_codes_of_mount() {
     let output = helper.run("image:1", "", &["-fv"]);
     assert!(output.status.success() && helper.mounts() == 0, "{output:?}");
     assert!(String::from_utf8_lossy(&output.stdout).contains("would mount"), "{output:?}");
+    // A typing error makes another state directory, and is told.
+    let typed = format!("state-dir={}", space.path("typo").display());
+    let output = helper.run("image:1", &typed, &["-f"]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("it is made now"), "{output:?}");
     let output = helper.run("image:1", "subvol=x,nosiud", &["-sn", "-t", "burgeon"]);
     assert!(output.status.success() && helper.mounts() == 1, "{output:?}");
     helper.burgeon.umount(helper.mounted());
@@ -180,7 +218,9 @@ fn a_remount_changes_the_attributes() {
     helper.ok("image:1", "writes=w,remount,ro,noatime,nosuid");
     assert_eq!(helper.attributes(), "ro,nosuid,noatime");
     assert!(fs::write(helper.at.join("new"), "").is_err());
-    let output = helper.run("image:1", "writes=w,remount,rw", &["-f"]);
+    let output = helper.run("image:1", "writes=w,remount,rw", &["-f", "-v"]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.ends_with(" with nosuid,relatime\n"), "{said}");
     assert!(output.status.success(), "{output:?}");
     assert_eq!(helper.attributes(), "ro,nosuid,noatime");
     helper.ok("image:1", "writes=w,remount,rw");
@@ -239,6 +279,11 @@ fn a_mount_can_be_made_in_another_namespace() {
         assert_eq!(fs::read_to_string(there.join("file")).unwrap(), "content");
         // The same once more, and by the other name.
         let again = helper.run("image:1", "ro", &["-v", "-N", &id]);
+        assert!(String::from_utf8_lossy(&again.stdout).contains("already"), "{again:?}");
+        // A relative path is one of the caller's.
+        let name = Path::new(helper.at.file_name().unwrap());
+        let mut again = helper.command("image:1", name, "ro", &["-v", "-N", &id]);
+        let again = again.current_dir(helper.at.parent().unwrap()).output().unwrap();
         assert!(String::from_utf8_lossy(&again.stdout).contains("already"), "{again:?}");
     }
     drop(elsewhere);

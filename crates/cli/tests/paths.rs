@@ -100,7 +100,7 @@ fn a_mount_lands_on_the_directory_that_was_checked() {
     drop(stopped);
     let output = mount.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    assert_eq!(fs::read_dir(elsewhere.join("at")).unwrap().count(), 0, "it landed elsewhere");
+    assert_eq!(fs::read_dir(elsewhere.join("at")).unwrap().count(), 0, "it was made elsewhere");
     assert_eq!(fs::read_to_string(moved.join("at/file")).unwrap(), "content");
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(said.contains(text(&moved.join("at"))), "{said}");
@@ -179,7 +179,8 @@ fn a_folder_that_is_made_beside_its_place_is_filled_wherever_its_name_leads() {
     assert_eq!(fs::read_dir(&victim).unwrap().count(), 0, "files were made elsewhere");
     assert!(!output.status.success(), "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("has replaced"), "{said}");
+    // The symlink may come before the folder was opened.
+    assert!(said.contains("has replaced") || said.contains("Not a directory"), "{said}");
     assert!(hidden.is_symlink(), "what somebody else has put there stays");
     assert_eq!(fs::read_dir(folder.join("stolen")).unwrap().count(), 0, "half of it stays");
     burgeon.ok(&["umount", text(&mounted)]);

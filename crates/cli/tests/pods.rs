@@ -105,7 +105,7 @@ fn survives(pods: &mut Pods<'_>, burgeon: &Burgeon, pod: &Pod, options: &[&str])
     assert_eq!(sums(pods, pod), before);
 }
 
-/// What containerd 2.x does with an eStargz image over a slow link, with containers of this form.
+/// The way of containerd 2.x with an eStargz image over a slow link, with containers of this form.
 fn accepts(form: &str) {
     let space = Space::new(&format!("pods-{form}"));
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -2,7 +2,9 @@
 //!
 //! ```text
 //!   boot 1   installs; mounts by --persist and by a line of fstab; takes a store away ── reboot ─┐
-//!   boot 2   both are back, with their writes; the one without its store failed and heals  ── reboot ─┐
+//!            mounts a file system on a slow device with a cache in write-back
+//!   boot 2   both are back, with their writes; the one without its store failed and heals; the slow device and
+//!            its cache have all that was written  ── reboot ─┐
 //!   boot 3   all three are back
 //! ```
 //! At each reboot a program uses a mount: it ends at systemd's last SIGTERM alone, and then still
@@ -29,6 +31,8 @@ const FOLDER: &str = "/srv/reboot";
 const P: &str = "/mnt/p";
 const F: &str = "/mnt/f";
 const Q: &str = "/mnt/q";
+/// The file system on an accelerated device.
+const D: &str = "/mnt/d";
 
 #[test]
 fn mounts_outlive_reboots_and_the_programs_that_use_them() {
@@ -36,10 +40,12 @@ fn mounts_outlive_reboots_and_the_programs_that_use_them() {
     match boot.as_str() {
         "1" => {
             prepare();
+            accelerate();
             reboot("first", 6);
         }
         "2" => {
             assert_kept("first", 6);
+            assert_accelerated();
             heal();
             reboot("second", 7);
         }
@@ -128,6 +134,8 @@ fn assert_kept(generation: &str, file: u64) {
     // Nothing waits, although the store of one is away.
     assert_eq!(property("multi-user.target", "ActiveState"), "active");
     for (at, unit) in [(P, "mnt-p.mount"), (F, "mnt-f.mount")] {
+        // No target waits for it.
+        await_that(at, || property(unit, "ActiveState") != "activating");
         assert_eq!(property(unit, "ActiveState"), "active", "{at}");
         assert_eq!(fs::read(format!("{at}/{generation}")).unwrap(), content(90), "{at}");
         drop_caches();
@@ -140,6 +148,38 @@ fn assert_kept(generation: &str, file: u64) {
     assert_eq!(mounts.matches(" btrfs ").count(), 2 + usize::from(Path::new(Q).join("0").exists()));
 }
 
+/// A file system on a device in front of a slow one, with a file that nobody has flushed.
+fn accelerate() {
+    let slow = format!("{FOLDER}/slow");
+    run("truncate", &["--size=64M", &slow]);
+    let cache = format!("{FOLDER}/cache");
+    let create = ["accelerate", "create", "fast", "--cache", &cache, "--size", "64M"];
+    run("burgeon", &[&create[..], &["--log-size", "16M"]].concat());
+    attach(&["--mode", "write-back"]);
+    run("mkfs.ext4", &["-q", "/dev/burgeon/data"]);
+    fs::create_dir_all(D).unwrap();
+    run("mount", &["/dev/burgeon/data", D]);
+    fs::write(format!("{D}/file"), content(91)).unwrap();
+}
+
+/// Attaches the slow file by a loop device.
+fn attach(more: &[&str]) {
+    let device = run("losetup", &["--find", "--show", &format!("{FOLDER}/slow")]);
+    let attach = ["accelerate", "attach", "fast", &device, "--name", "data"];
+    run("burgeon", &[&attach[..], more].concat());
+}
+
+/// systemd has unmounted the file system before its devices went.
+fn assert_accelerated() {
+    attach(&[]);
+    let state = run("dumpe2fs", &["-h", "/dev/burgeon/data"]);
+    assert!(!state.contains("needs_recovery"), "it was not unmounted: {state}");
+    run("mount", &["-o", "ro", "/dev/burgeon/data", D]);
+    assert!(fs::read(format!("{D}/file")).unwrap() == content(91));
+    run("umount", &[D]);
+    run("burgeon", &["accelerate", "detach", "data"]);
+}
+
 /// The mount whose store was away failed, and comes with the store.
 fn heal() {
     await_that("the mount without its store has failed", || {
@@ -148,6 +188,6 @@ fn heal() {
     let said = output("burgeon", &["status"]);
     assert!(said.status.success(), "{said:?}");
     fs::rename(format!("{FOLDER}/away"), format!("{FOLDER}/other")).unwrap();
-    run("systemctl", &["start", "mnt-q.mount"]);
+    await_that("systemd mounts it", || property("mnt-q.mount", "ActiveState") == "active");
     assert_eq!(fs::read(format!("{Q}/3")).unwrap(), content(3));
 }

@@ -116,8 +116,17 @@ fn an_upgrade_keeps_the_unit_and_its_mounts() {
     fs::create_dir_all("/mnt/b").unwrap();
     run("burgeon", &["mount", "tree", "/mnt/b", "--write-limit", "256M"]);
     upgrades(&["burgeon"], "burgeon.service", INSTALLED, "/mnt/b");
-    // A reload is an upgrade.
     let before = property("burgeon.service", "MainPID");
+    // A reload that would fail says so, and changes nothing.
+    let other = Path::new("/var/lib/burgeon/mounts/01234567");
+    fs::create_dir(other).unwrap();
+    fs::write(other.join("mount.json"), "{}").unwrap();
+    let refused = output("systemctl", &["reload", "burgeon.service"]);
+    fs::remove_dir_all(other).unwrap();
+    assert!(!refused.status.success(), "a reload that cannot succeed");
+    assert_eq!(property("burgeon.service", "MainPID"), before);
+    assert_eq!(property("burgeon.service", "ActiveState"), "active");
+    // A reload is an upgrade.
     run("systemctl", &["reload", "burgeon.service"]);
     await_that("another supervisor runs", || {
         let now = property("burgeon.service", "MainPID");
@@ -354,11 +363,15 @@ fn a_persistent_mount_without_its_store_fails_and_heals() {
     let failed = output("timeout", &["300", "systemctl", "start", "mnt-q.mount"]);
     assert!(!failed.status.success() && failed.status.code() != Some(124), "{failed:?}");
     assert_eq!(property("mnt-q.mount", "ActiveState"), "failed");
+    // `reboot` waits for it to mount; here it is started by hand.
+    let timer = "burgeon-retry@mnt-q.timer";
+    await_that("another attempt is planned", || property(timer, "ActiveState") == "active");
     fs::rename("/tmp/away", "/tmp/store").unwrap();
     run("systemctl", &["start", "mnt-q.mount"]);
     assert_eq!(fs::read("/mnt/q/3").unwrap(), content(3));
     run("burgeon", &["umount", "--forget", "/mnt/q"]);
     assert!(!Path::new("/etc/systemd/system/mnt-q.mount").exists());
+    assert_eq!(property(timer, "ActiveState"), "inactive");
     run("burgeon", &["shutdown"]);
 }
 

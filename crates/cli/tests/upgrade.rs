@@ -12,7 +12,9 @@
 
 use std::{fs, path::Path, process::Command};
 
-use testkit::{Burgeon, Rng, Space, copy_program, drop_caches, ublk_expected};
+use testkit::{
+    Burgeon, PATIENCE, Rng, Space, copy_program, drop_caches, preload, ublk_expected, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const RELEASES: [&str; 1] = ["0.1.0"];
@@ -94,6 +96,83 @@ fn a_new_program_takes_a_mount_over_without_unmounting() {
         (&0.into(), &expected.into())
     );
     after.umount(mounted);
+}
+
+/// A library to preload: processes that are started as `DIES` end at once.
+const DEATH: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+__attribute__((constructor)) static void die(void) {
+    char line[4096] = {0};
+    int fd = open("/proc/self/cmdline", O_RDONLY);
+    long len = read(fd, line, sizeof line - 1);
+    close(fd);
+    const char *who = getenv("DIES");
+    if (len > 0 && who && memmem(line, len, who, strlen(who))) _exit(7);
+}
+"#;
+
+#[test]
+fn a_program_that_cannot_start_here_replaces_nothing() {
+    let space = Space::new("refused");
+    let nowhere = Burgeon::before_state(PROGRAM, space.path("none"));
+    assert_eq!(nowhere.ok(&["upgrade", "--check"]), "no daemon runs\n");
+    assert!(!space.path("none").exists(), "a check makes no state directory");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), "content").unwrap();
+    burgeon.build(&tree, "image");
+    let at = space.path("at");
+    let mounted = burgeon.mount("image", &at, &["--write-limit", "256M"]);
+    let processes = || {
+        let status = burgeon.status();
+        ["supervisor_pid", "server_pid"].map(|name| status[name].as_u64())
+    };
+    let before = processes();
+    let library = preload(&space, DEATH);
+    for (dies, message) in [("__supervise", "cannot take over here"), ("__serve", "does not start")]
+    {
+        let mut upgrade = burgeon.command(&["upgrade"]);
+        let output = upgrade.envs(library.clone()).env("DIES", dies).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && said.contains(message), "{dies}: {said}");
+        assert!(said.contains("is left as it is"), "{said}");
+        assert_eq!(processes(), before, "{dies}");
+    }
+
+    // A mount whose record only another version can read.
+    let other = burgeon.state().join("mounts/01234567");
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("mount.json"), "{\"format\":999}").unwrap();
+    for arguments in [&["upgrade", "--check"][..], &["upgrade"]] {
+        let said = burgeon.run(arguments);
+        assert!(said.code != Some(0) && said.stderr.contains("mount.json"), "{said:?}");
+        assert_eq!(processes(), before);
+    }
+    fs::remove_dir_all(other).unwrap();
+
+    let said = burgeon.ok(&["upgrade", "--check"]);
+    assert!(said.contains("can take over"), "{said}");
+    assert_eq!(processes(), before);
+    assert!(!burgeon.state().join("run/rehearsal").exists(), "a rehearsal leaves nothing");
+    burgeon.ok(&["upgrade"]);
+    assert_ne!(processes()[0], before[0]);
+
+    // Without the supervisor, the old program serves on, and nobody could replace it.
+    let supervisor = processes()[0].unwrap().to_string();
+    assert!(Command::new("kill").args(["-9", &supervisor]).status().unwrap().success());
+    assert!(wait_until(PATIENCE, || !Path::new("/proc").join(&supervisor).exists()));
+    for arguments in [&["upgrade", "--check"][..], &["upgrade"]] {
+        let said = burgeon.run(arguments);
+        assert!(said.code != Some(0) && said.stderr.contains("doctor --repair"), "{said:?}");
+    }
+    burgeon.ok(&["doctor", "--repair"]);
+    burgeon.ok(&["upgrade"]);
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
 }
 
 fn unpack(release: &str, state: &Path) {

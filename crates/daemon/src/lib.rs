@@ -10,8 +10,8 @@
 //! The rooms; `tests/rooms.rs` holds the arrows:
 //!
 //! ```text
-//!   doctor, orphan, upgrade, read_only,     commands' actions on the daemon, or without it
-//!   let_go
+//!   doctor, orphan, upgrade, rehearsal,     commands' actions on the daemon, or without it
+//!   read_only, let_go
 //!   supervisor              server          the two long-lived processes
 //!   holder                    │             outlives both: systemd's store, or a process
 //!   opener  ◄─────────────────┘             opens files of the host for the server
@@ -41,6 +41,7 @@ pub mod orphan;
 mod prepare;
 pub mod read_only;
 mod reader;
+mod rehearsal;
 pub mod roles;
 mod server;
 mod start;
@@ -78,6 +79,7 @@ pub use state::{
     },
     directory_identity::DirectoryIdentity,
     gc::sweep,
+    layers::keep_layers,
     paths::StateDir,
     prepared::is_prepared,
     profile::{
@@ -89,4 +91,4 @@ pub use state::{
     writes,
 };
 pub use supervisor::{helper::process::help, supervise};
-pub use upgrade::{Upgraded, upgrade};
+pub use upgrade::{Upgraded, check as check_upgrade, upgrade};

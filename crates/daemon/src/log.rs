@@ -216,7 +216,7 @@ pub(crate) fn given() -> Option<LevelFilter> {
     *GIVEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a place in the program has logged lately.
+/// The recent lines of one place in the program, counted.
 struct Lately {
     since: Instant,
     lines: u32,
@@ -380,8 +380,9 @@ impl Visit for Words {
     }
 }
 
-/// `text` with its control characters escaped.
-fn one_line(text: &str) -> String {
+/// `text` with its control characters escaped: they would begin another line, or command a
+/// terminal.
+pub fn one_line(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
         match c.is_control() {

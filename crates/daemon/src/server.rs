@@ -210,14 +210,25 @@ fn begin(state_dir: &Path) -> Result<()> {
         opener,
         helpers: Helpers::default(),
     });
-    let asking = Arc::downgrade(&serving);
+    ask_supervisor_for_helpers(&serving);
+    sample_reads(&serving);
+    serve_supervisors(&serving, UnixStream::from(stdin))
+}
+
+/// Has credential helpers run by the supervisor: this process may execute nothing.
+fn ask_supervisor_for_helpers(serving: &Arc<Serving>) {
+    let asking = Arc::downgrade(serving);
     ask_helpers_by(Box::new(move |helper, registry| {
         let serving = asking.upgrade().ok_or("the server is ending")?;
         let (helper, registry) = (helper.to_owned(), registry.to_owned());
         let message = |number| FromServer::AskHelper { number, helper, registry };
         serving.helpers.ask(|number| serving.try_tell(&message(number)))
     }));
-    let reader = Arc::downgrade(&serving);
+}
+
+/// Starts the thread that looks at the bytes read now and then.
+fn sample_reads(serving: &Arc<Serving>) {
+    let reader = Arc::downgrade(serving);
     thread::spawn(move || {
         while let Some(serving) = reader.upgrade() {
             serving.look_at_reads().sample(Instant::now());
@@ -225,7 +236,12 @@ fn begin(state_dir: &Path) -> Result<()> {
             thread::sleep(reads::PERIOD);
         }
     });
-    let mut stream = UnixStream::from(stdin);
+}
+
+/// Handles the messages of one supervisor after another, until one says stop or nothing is left to
+/// serve.
+fn serve_supervisors(serving: &Arc<Serving>, mut stream: UnixStream) -> Result<()> {
+    let failed = |e| Error::io("cannot keep the stream to the supervisor", e);
     loop {
         *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
         if serving.handle_messages(&stream)? == Parting::Stop {
@@ -240,7 +256,7 @@ fn begin(state_dir: &Path) -> Result<()> {
             return Ok(());
         }
         tracing::warn!("the supervisor has died: serving without it until the next one");
-        let orphan = Arc::downgrade(&serving);
+        let orphan = Arc::downgrade(serving);
         thread::spawn(move || {
             while orphan.upgrade().is_some_and(|serving| serving.stop_unused_devices()) {
                 thread::sleep(UNUSED_INTERVAL);

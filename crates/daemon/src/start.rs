@@ -12,7 +12,7 @@ use std::{
     fs::OpenOptions,
     io::Read,
     os::unix::fs::OpenOptionsExt,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::{Mutex, PoisonError, mpsc},
     thread,
@@ -77,6 +77,11 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
     start_process(state, START_TRIES)
 }
 
+/// The same, never as a unit of systemd.
+pub(crate) fn start_directly(state: &StateDir) -> Result<()> {
+    start_process(state, START_TRIES)
+}
+
 impl Client {
     /// Connects, after starting a daemon if none runs.
     pub fn connect_or_start(state: &StateDir) -> Result<Self> {
@@ -106,6 +111,8 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     let mut child = serving_program("__supervise")
         .arg(state.root())
         .envs(passed_on())
+        // If a unit runs this command, its notifications are not the daemon's.
+        .env_remove("NOTIFY_SOCKET")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
@@ -190,9 +197,7 @@ fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u
 }
 
 fn start_unit(state: &StateDir) -> Result<()> {
-    let installed = StateDir::default_path().is_ok_and(|path| path == state.root())
-        && is_loaded(UNIT_INSTALLED);
-    if installed {
+    if has_installed_unit(state) {
         if passed_on().iter().any(|(name, _)| *name == CACHE_DIR) {
             let what = format!(
                 "{UNIT_INSTALLED} has an environment of its own: write dir = \"…\" in the section [cache] of the \
@@ -224,6 +229,31 @@ fn start_unit(state: &StateDir) -> Result<()> {
     }
     // It ended in between, and its name is free; or this fails for the same reason again.
     run("systemd-run", &mut command)
+}
+
+fn has_installed_unit(state: &StateDir) -> bool {
+    StateDir::default_path().is_ok_and(|path| path == state.root()) && is_loaded(UNIT_INSTALLED)
+}
+
+/// The program that systemd starts when the daemon has died; `None` without a unit for it.
+pub(crate) fn program_of_unit(state: &StateDir) -> Option<PathBuf> {
+    if !Path::new("/run/systemd/system").is_dir() {
+        return None;
+    }
+    let unit = match has_installed_unit(state) {
+        true => UNIT_INSTALLED.to_owned(),
+        false => format!("burgeon-{}.service", state.tag()),
+    };
+    let mut show = Command::new("systemctl");
+    show.args(["show", "--property=ExecStart", "--value", &unit]).stdin(Stdio::null());
+    program_of(&show.output().ok()?.stdout)
+}
+
+/// The program of systemd's `{ path=/usr/bin/burgeon ; argv[]=… }`.
+fn program_of(shown: &[u8]) -> Option<PathBuf> {
+    let text = std::str::from_utf8(shown).ok()?;
+    let (_, rest) = text.split_once("path=")?;
+    Some(rest.split_once(" ;")?.0.into())
 }
 
 /// The option of systemd-run for a variable.
@@ -320,7 +350,14 @@ pub(crate) fn notification_socket() -> Option<std::os::unix::net::UnixDatagram> 
 mod tests {
     use std::{io::Write, os::unix::net::UnixStream, time::Duration};
 
-    use super::{UNIT_PROPERTIES, listen};
+    use super::{UNIT_PROPERTIES, listen, program_of};
+
+    #[test]
+    fn the_program_of_a_unit_is_found() {
+        let shown = b"{ path=/usr/bin/burgeon ; argv[]=@burgeon __supervise /var ; pid=7 }\n";
+        assert_eq!(program_of(shown), Some("/usr/bin/burgeon".into()));
+        assert_eq!((program_of(b"\n"), program_of(b"{ path=/x")), (None, None));
+    }
 
     #[test]
     fn a_daemon_that_stays_silent_is_not_waited_for() {

@@ -1,9 +1,12 @@
 //! Replaces the running program by this one while mounts are in use.
 //!
 //! ```text
-//!   kill supervisor ─► start one of this program ─► it adopts the server
-//!     ─► kill server ─► the supervisor starts another
+//!   rehearsal: can this program start here? ─► kill supervisor ─► start one of this program
+//!     ─► it adopts the server ─► kill server ─► the supervisor starts another
 //! ```
+//!
+//! What can be known before is known before anything is killed: the rehearsal, and the program that
+//! systemd would start instead of this one.
 //!
 //! The supervisor first: only a new one starts a new server. Each death makes readers wait, without
 //! errors (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's death costs errors, so
@@ -29,6 +32,7 @@ use crate::{
         client::Client,
         protocol::{Reply, Request, Status},
     },
+    rehearsal::rehearse,
     start,
     state::{
         cache_dir::{CACHE_DIR, CacheDir},
@@ -61,6 +65,7 @@ pub struct Upgraded {
 /// new one does not come up; then any start of a daemon continues.
 pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     let Some(old) = Client::connect(state)? else { return Ok(None) };
+    prove(state)?;
     // Without systemd this process starts the new one, which shall have the same folder.
     if let Some(dir) = CacheDir::read(state).given(state) {
         start::pass_on(CACHE_DIR, dir.into());
@@ -68,7 +73,7 @@ pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     end(old.supervisor()?)?;
     await_restart(state)?;
     let before = await_serving(state, None)?;
-    refuse_another_program(before.supervisor_pid)?;
+    refuse_another_program(Path::new(&format!("/proc/{}/exe", before.supervisor_pid)))?;
     let fast = Transport::Rings { connection: 0 }.name();
     if before.mounts.iter().any(|mount| mount.transport == fast) {
         return Ok(Some(Upgraded { status: before, server_replaced: false }));
@@ -78,6 +83,20 @@ pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     }
     let status = await_serving(state, before.server_pid)?;
     Ok(Some(Upgraded { status, server_replaced: true }))
+}
+
+/// An error if [`upgrade`] would fail, as far as that can be known; false if no daemon runs.
+/// Changes nothing.
+pub fn check(state: &StateDir) -> Result<bool> {
+    match Client::connect(state)? {
+        Some(_) => prove(state).map(|()| true),
+        None => Ok(false),
+    }
+}
+
+fn prove(state: &StateDir) -> Result<()> {
+    start::program_of_unit(state).map_or(Ok(()), |program| refuse_another_program(&program))?;
+    rehearse(state)
 }
 
 /// Waits for systemd to restart the unit whose main process was killed; without systemd starts the
@@ -93,23 +112,21 @@ fn await_restart(state: &StateDir) -> Result<()> {
     Client::connect_or_start(state).map(drop)
 }
 
-/// Refuses a unit of systemd that names another program: nothing is lost by it, but nothing is
+/// Refuses a unit of systemd that starts another program: nothing is lost by it, but nothing is
 /// upgraded.
-fn refuse_another_program(supervisor: u32) -> Result<()> {
-    let exe = format!("/proc/{supervisor}/exe");
-    let file = |exe: &str| -> Result<(u64, u64)> {
-        let metadata = fs::metadata(exe);
-        let metadata = metadata.map_err(|e| Error::io(format!("cannot look at {exe}"), e))?;
+fn refuse_another_program(started: &Path) -> Result<()> {
+    let file = |exe: &Path| -> Result<(u64, u64)> {
+        let failed = |e| Error::io(format!("cannot look at {}", exe.display()), e);
+        let metadata = fs::metadata(exe).map_err(failed)?;
         Ok((metadata.dev(), metadata.ino()))
     };
-    if file(&exe)? == file("/proc/self/exe")? {
+    if file(started)? == file(Path::new("/proc/self/exe"))? {
         return Ok(());
     }
-    let started = fs::read_link(&exe).unwrap_or_default();
+    let named = fs::read_link(started).unwrap_or_else(|_| started.to_owned());
     Err(unavailable(format!(
-        "systemd has started {}, and not this program: install it there, and run `burgeon upgrade` \
-         again",
-        started.display()
+        "systemd starts {}, and not this program: install it there, and run `burgeon upgrade` again",
+        named.display()
     )))
 }
 

@@ -170,6 +170,13 @@ pub(crate) enum Handled {
     Parked,
 }
 
+/// The errno of a request whose device has panicked.
+#[cold]
+fn panicked(request: Request) -> i32 {
+    tracing::error!(?request, "the code of the device panicked: the request gets an I/O error");
+    libc::EIO
+}
+
 /// A read in work.
 #[derive(Clone, Copy)]
 pub(crate) struct Read {
@@ -344,7 +351,9 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         let rest = &mut call.buffer(read.len)?[read.done..];
         let at = read.at + read.done as u64;
         let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(at, rest)));
-        tried.map_err(|_panic| libc::EIO)?.map_err(|error| error.errno())
+        tried
+            .map_err(|_panic| panicked(Request::Read { at, len: read.len - read.done }))?
+            .map_err(|error| error.errno())
     }
 
     /// Goes on after the device's answer, until the read is answered or handed on.
@@ -401,7 +410,10 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         match catch_unwind(AssertUnwindSafe(|| self.device.verify(at, bytes, from))) {
             Ok(Verdict::Good) => (read.done, read.doubts) = (into.end, 0),
             Ok(Verdict::AskAgain) => read.doubts += 1,
-            Err(_panic) => return Next::Fail(libc::EIO),
+            Err(_panic) => {
+                let len = into.len();
+                return Next::Fail(panicked(Request::Read { at, len }));
+            }
         }
         if read.done == read.len { Next::Hit(read) } else { Next::Ask(read) }
     }

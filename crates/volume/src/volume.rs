@@ -9,8 +9,14 @@
 //! ```
 //!
 //! It joins the parts: `residency/` (the host's cache), `verify.rs` (checksums), `fetch/` (all
-//! other bytes) and `background/` (fetches that no reader asked for). Invariant: residency is
-//! asked once outside the single-flight table's lock, by `try_read`, and once inside it.
+//! other bytes) and `background/` (fetches that no reader asked for). No part knows another one. So
+//! work that needs several of them is a method of the volume, one file for each: how a
+//! chunk is fetched (`fetch/chunk.rs`), a run of chunks (`run.rs`), a chunk that the cache may hold
+//! (`cached.rs`), an object that is never cached (`through.rs`), and what begins such work
+//! (`background/`: profile, read-ahead, fill, requests). Those files keep no state of their own.
+//!
+//! Invariant: residency is asked once outside the single-flight table's lock, by `try_read`, and
+//! once inside it.
 
 use std::{collections::VecDeque, os::fd::BorrowedFd, sync::Arc};
 

@@ -4,8 +4,8 @@
 //!   device.read (a miss) ─► Told: tries, filled by the volume ─► Waits: a ring of the last 256
 //! ```
 //!
-//! Invariants: a hit takes no part in it; a wait below [`SHORTEST`] takes no lock; a ring has at
-//! most [`KEPT`] waits, and one in which nothing waits takes no memory.
+//! Invariants: a hit takes no part in it; a wait below [`SHORTEST`] takes no lock, unless its read
+//! failed; a ring has at most [`KEPT`] waits, and one in which nothing waits takes no memory.
 
 use std::{
     collections::VecDeque,
@@ -21,10 +21,11 @@ use burgeon_block::{ByteRange, ErrorKind, Result};
 /// Waits that a mount remembers.
 pub const KEPT: usize = 256;
 
-/// Waits below this are not remembered: a millisecond is what a store in a local network takes.
+/// Waits below this are not remembered, unless their read failed: a millisecond is what a store in
+/// a local network takes.
 pub const SHORTEST: Duration = Duration::from_millis(1);
 
-/// What the volume tells of one read.
+/// The volume's account of one read.
 #[derive(Default, Debug)]
 pub(crate) struct Told {
     /// Failed attempts to fetch.
@@ -69,7 +70,7 @@ pub(crate) struct Waits {
 impl Waits {
     /// Remembers a read of `range` that has ended.
     pub(crate) fn note(&self, range: ByteRange, took: Duration, told: &Told, result: &Result<()>) {
-        if took < SHORTEST {
+        if took < SHORTEST && result.is_ok() {
             return;
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -111,6 +112,10 @@ mod tests {
         let range = ByteRange::new(4096, 8192).unwrap();
         waits.note(range, SHORTEST - Duration::from_nanos(1), &Told::default(), &Ok(()));
         assert!(waits.after(0).is_empty());
+        let refused = Err(Error::new(ErrorKind::Unavailable, "given up a moment ago"));
+        waits.note(range, Duration::ZERO, &Told::default(), &refused);
+        assert_eq!(waits.after(0)[0].error, Some(ErrorKind::Unavailable));
+        let waits = Waits::default();
         let told = Told::default();
         told.fetched(2);
         let failed = Err(Error::new(ErrorKind::Unavailable, "away"));

@@ -330,8 +330,12 @@ async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     let at = setup.map(vec![computed(1 << 20)]);
     let (here, away) = (setup.dir.path().join("extents"), setup.dir.path().join("away"));
     std::fs::rename(&here, &away).unwrap();
+    let events = testkit::Events::gather();
     setup.restart();
+    let said = events.take();
+    assert!(said[0].starts_with("ERROR mapped content cannot be read"), "{said:?}");
     for read in 1..=3 {
+        assert!(events.take().is_empty(), "it is told once");
         assert_eq!(setup.kind(at + (read << 12)).await, ErrorKind::Corrupt);
         let status = setup.area().status();
         assert_eq!((status.lost_reads, status.records, status.size), (read, 0, SIZE));

@@ -90,7 +90,15 @@ fn wrong_bytes_at_a_place_are_refused_and_healed() {
     let mut pages = Pages::zeroed(range.len()).unwrap();
     let fetched = setup.source.reads();
     assert!(!hit(&device, range.start(), pages.bytes_mut()).unwrap(), "the place stays wrong");
+    let events = testkit::Events::gather();
     read(&setup, &device, range);
+    let said = events.take();
+    let is_told = |line: &String| {
+        line.starts_with("ERROR the cache held wrong bytes")
+            && line.contains(" blocks=1")
+            && line.contains(" range=")
+    };
+    assert_eq!(said.iter().filter(|line| is_told(line)).count(), 1, "{said:?}");
     assert_eq!(setup.source.reads(), fetched + 1);
     assert!(hit(&device, range.start(), pages.bytes_mut()).unwrap());
     assert!(pages.bytes() == setup.expected(range));

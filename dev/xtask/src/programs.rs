@@ -60,8 +60,9 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 86] = [
+const OTHERS: [&str; 88] = [
     "accelerated",
+    "accelerated_units",
     "archives",
     "attributes",
     "bench",
@@ -105,6 +106,7 @@ const OTHERS: [&str; 86] = [
     "layouts",
     "let_go",
     "lifecycle",
+    "listed",
     "low_memory",
     "map_image",
     "metrics",

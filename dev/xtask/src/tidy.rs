@@ -18,13 +18,12 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
-    process::Command,
 };
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::{circles, files::files, proofs};
+use crate::{cargo::cargo, circles, files::files, proofs};
 
 /// Crates that must not appear in Cargo.lock, not even below others: unmaintained, or with a
 /// better successor.
@@ -215,9 +214,7 @@ fn problems(root: &Path) -> Result<Vec<String>> {
 }
 
 fn metadata(root: &Path) -> Result<Value> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+    let output = cargo(&["metadata", "--format-version=1", "--no-deps", "--offline"])
         .current_dir(root)
         .output()
         .context("cannot run cargo metadata")?;

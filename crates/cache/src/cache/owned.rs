@@ -23,7 +23,7 @@ struct OwnedStore {
 impl Cache {
     /// The same cache, in which admitted chunks are those of `owner`.
     pub fn for_owner(self: &Arc<Self>, owner: &Owner) -> Arc<dyn ChunkStore> {
-        let number = lock(&self.shared.admin).owners.number(owner);
+        let number = lock(&self.shared.admin).owners.join(owner);
         Arc::new(OwnedStore { cache: Arc::clone(self), owner: number })
     }
 
@@ -33,7 +33,7 @@ impl Cache {
         let shared = &*self.shared;
         for keys in keys.chunks(BATCH) {
             let mut admin = lock(&shared.admin);
-            let number = admin.owners.number(owner);
+            let number = admin.owners.join(owner);
             for key in keys {
                 let Some(slot) = shared.index.find(key, &shared.slots) else { continue };
                 let (Some(chunk), Some(place)) =
@@ -47,6 +47,7 @@ impl Cache {
                     admin.owners.came((slot, place), bytes, number, &shared.slots);
                 }
             }
+            admin.owners.leave(number);
         }
         self.keep_limits();
     }
@@ -100,6 +101,12 @@ impl Cache {
     /// Bytes of chunks on the disk, by owner.
     pub fn owned_bytes(&self) -> OwnedBytes {
         lock(&self.shared.admin).owners.bytes()
+    }
+}
+
+impl Drop for OwnedStore {
+    fn drop(&mut self) {
+        lock(&self.cache.shared.admin).owners.leave(self.owner);
     }
 }
 

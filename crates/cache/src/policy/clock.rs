@@ -5,7 +5,7 @@ const EMPTY: u8 = 0;
 const SEEN_ONCE: u8 = 1;
 const TOUCHED: u8 = 2;
 
-/// CLOCK: a hand goes round the slots, and evicts the next one that was not touched since it last
+/// CLOCK: a hand walks over the slots, and evicts the next one that was not touched since it last
 /// passed. Admits everything.
 #[derive(Default)]
 pub struct Clock {

@@ -97,7 +97,10 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
         _ => Vec::new(),
     };
     let (Reply::Cache(answer), _) = client.call(&Request::Cache(request))? else {
-        anyhow::bail!("the daemon gave an answer to something else");
+        anyhow::bail!(
+            "the daemon has not answered a request about the cache: it is of another version; run \
+             `burgeon upgrade`"
+        );
     };
     cache_parts::check(&changed, &answer)?;
     let names = cache_parts::names(context, &client, &answer);
@@ -167,6 +170,7 @@ fn show(cache: &HostCache) {
         ("hits", hits),
         ("estimate", estimate),
         ("used", format!("{} in {}", bytes(cache.used), counted(cache.chunks, "chunk"))),
+        ("layers", format!("{} stored, which may be evicted", bytes(cache.layers.unwrap_or(0)))),
         ("limit", bytes(cache.limit)),
         ("floor", format!("{} stay free; {} are", bytes(cache.floor), bytes(cache.free))),
         ("pinned", bytes(cache.held)),

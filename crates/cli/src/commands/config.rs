@@ -153,6 +153,7 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
             "registry.kubelet-provider-dir" => {
                 of_file(&config.registry.kubelet_provider_dir, Value::Null)
             }
+            "snapshotter.trust" => of_file(&config.snapshotter.trust, json!([])),
             "mount.reserve" => of_file(&mount.reserve, json!(false)),
             "mount.fetch-limit" => of_file(&mount.fetch_limit, Value::Null),
             "mount.fill" => of_file(&mount.fill, json!(false)),

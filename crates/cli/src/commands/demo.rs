@@ -246,7 +246,7 @@ impl Stage {
         }
         if let Ok(Some(client)) = Client::connect(&self.context.state) {
             client.call(&Request::Shutdown { force: true })?;
-            client.wait_for_end();
+            client.wait_for_end()?;
         }
         fs::remove_dir_all(&self.folder)
             .with_context(|| format!("cannot remove {}", self.folder.display()))?;

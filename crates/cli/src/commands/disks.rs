@@ -19,6 +19,9 @@ use super::{
 };
 use crate::{exit, output};
 
+/// A year of the drives' figures.
+const YEAR_SECONDS: f64 = 365.25 * 24.0 * 3600.0;
+
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   burgeon disks               all disks; as root, with the drives' own figures
@@ -73,11 +76,13 @@ fn publish(state: &Path, disks: &[SurveyedDisk]) -> Result<()> {
         name: disk.name.clone(),
         model: disk.model.clone(),
         serial: disk.serial.clone(),
+        wwn: disk.wwn.clone(),
         read_bytes: disk.read_bytes,
         written_bytes: disk.written_bytes,
         life_read_bytes: disk.drive.read.map(|total| total.bytes),
         life_written_bytes: disk.drive.written.map(|total| total.bytes),
         endurance_used_percent: disk.drive.endurance_used_percent,
+        endurance_left_seconds: disk.drive.years_left.map(|years| (years * YEAR_SECONDS) as u64),
     });
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let disks = Published { seen_unix_seconds: now.as_secs(), disks: exported.collect() };

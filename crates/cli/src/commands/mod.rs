@@ -335,7 +335,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) | Command::Config(_) | Command::Metrics(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
-        Command::Upgrade => upgrade::upgrade(context),
+        Command::Upgrade(upgrade) => upgrade::upgrade(context, upgrade),
     }
 }
 
@@ -352,7 +352,7 @@ fn read_config(global: &Global, command: &Command) -> Result<Config> {
             | Command::Doctor(_)
             | Command::Health(_)
             | Command::Log(_)
-            | Command::Upgrade
+            | Command::Upgrade(_)
     );
     if !goes_on {
         return Ok(Config::load(place)?);

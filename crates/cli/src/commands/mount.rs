@@ -38,7 +38,7 @@ pub(super) fn mount(context: &Context, mut args: args::Mount) -> Result<ExitCode
     let mut document = match &plan {
         Some(plan) if plan.is_mounted => {
             if !context.json {
-                println!("{} is mounted already", plan.target.display());
+                println!("{} is mounted already", output::path(&plan.target));
             }
             json!({ "target": plan.target, "mounted_before": true })
         }
@@ -71,7 +71,7 @@ fn make(context: &Context, args: args::Mount) -> Result<serde_json::Value> {
     if let Some((status, target)) = resume(context, &args)? {
         let ms = begun.elapsed().as_millis() as u64;
         if !context.json {
-            let (shown, transport) = (target.display(), &status.transport);
+            let (shown, transport) = (output::path(&target), &status.transport);
             println!(
                 "resumed {shown} in {ms} ms: it was in place, and is served again over {transport}"
             );
@@ -165,17 +165,7 @@ pub(crate) fn place_at(
     let mut attributes = args.attributes.request()?;
     attributes.others.read_only |= args.read_only;
     let name = args.writes.clone();
-    let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
-    // Read-only writes need no space.
-    let writes = match args.read_only || attributes.others.read_only && !has_own_writes {
-        true => WritesRequest::ReadOnly,
-        false => WritesRequest::Kept(SproutRequest {
-            name: args.writes,
-            limit: args.write_limit,
-            thin: !args.reserve.unwrap_or_default(),
-            device: args.writes_device.map(std::path::absolute).transpose()?,
-        }),
-    };
+    let writes = writes_of(&args, attributes.others.read_only)?;
     // Also checked here: the daemon may not see mounts of this namespace.
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
@@ -207,11 +197,7 @@ pub(crate) fn place_at(
         target: target.clone(),
         virtual_bytes: args.virtual_size.unwrap_or(0),
         fetch_limit: args.fetch_limit,
-        profile: match args.profile.as_deref() {
-            Some("none") => ProfileRequest::None,
-            None | Some("auto") => ProfileRequest::Auto,
-            Some(path) => ProfileRequest::File(std::path::absolute(path)?),
-        },
+        profile: profile_of(args.profile.as_deref())?,
         attributes,
     };
     let asked =
@@ -240,11 +226,34 @@ pub(crate) fn place_at(
     Ok((mounted, target))
 }
 
+/// Where the writes of the mount are to go.
+fn writes_of(args: &args::Mount, is_read_only: bool) -> Result<WritesRequest> {
+    let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
+    // Read-only writes need no space.
+    if args.read_only || is_read_only && !has_own_writes {
+        return Ok(WritesRequest::ReadOnly);
+    }
+    Ok(WritesRequest::Kept(SproutRequest {
+        name: args.writes.clone(),
+        limit: args.write_limit,
+        thin: !args.reserve.unwrap_or_default(),
+        device: args.writes_device.as_ref().map(std::path::absolute).transpose()?,
+    }))
+}
+
+fn profile_of(typed: Option<&str>) -> Result<ProfileRequest> {
+    Ok(match typed {
+        Some("none") => ProfileRequest::None,
+        None | Some("auto") => ProfileRequest::Auto,
+        Some(path) => ProfileRequest::File(std::path::absolute(path)?),
+    })
+}
+
 /// Prints the properties of a mount that has just been made.
 pub(crate) fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest) {
     println!(
         "mounted {} in {ms} ms: {} over {}, {} of metadata",
-        target.display(),
+        output::path(target),
         mounted.transport,
         mounted.device.display(),
         output::bytes(mounted.metadata_bytes)

@@ -263,7 +263,7 @@ fn is_url(typed: &str) -> bool {
     Form::of(typed) == Form::Web
 }
 
-/// What messages show of `typed`: a URL without query and fragment, which may hold a token.
+/// The form of `typed` in messages: a URL without query and fragment, which may hold a token.
 pub(super) fn public(typed: &str) -> &str {
     if is_url(typed) { typed.split(['?', '#']).next().unwrap_or_default() } else { typed }
 }

@@ -105,7 +105,7 @@ pub(super) fn find(
     let begun = Instant::now();
     store.check_writable()?;
     let options = context.build_options();
-    // What is here stores nothing.
+    // An image that is here stores nothing.
     let none: (_, _, MakeRoom<'_>) = (&Access::default(), &ReadLayers::default(), &|_| ());
     let found = with_work(context, &text, pull, &options, none, |work| {
         burgeon_oci::find_here(&store, &source, want, work)
@@ -177,7 +177,7 @@ fn find_named(
     })
 }
 
-/// The work that has brought the image here.
+/// The work that has put the image here.
 fn done(how: How) -> &'static str {
     match how {
         How::Built => "built",

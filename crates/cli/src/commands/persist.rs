@@ -3,6 +3,7 @@
 //! ```text
 //!   mount --persist ─► /etc/systemd/system/mnt-a.mount ─► systemctl enable
 //!   boot            ─► systemd: mount -t burgeon … ─► mount.burgeon (crate::helper)
+//!     failed        ─► OnFailure: burgeon-retry@mnt-a.timer ─► the same after 30 s
 //!   umount --forget ─► systemctl disable ─► the file removed
 //! ```
 //! Invariants (`tests/systemd.rs`, `tests/reboot.rs`): a unit that this command has not written is
@@ -32,6 +33,9 @@ const HELPER: &str = "/sbin/mount.burgeon";
 
 /// First line of each unit that this command writes.
 const MARK: &str = "# Written by `burgeon mount --persist`; `burgeon umount --forget` removes it.";
+
+/// The template of the timers that start a unit again when it has failed.
+const RETRY: &str = "burgeon-retry";
 
 /// Longest name of a unit, as of a file.
 const NAME_MAX: usize = 255;
@@ -104,19 +108,27 @@ pub(super) struct Unit {
 impl Unit {
     /// The unit of the mount point `target`, an absolute path without symlinks. Refused if another
     /// program has made it, or without systemd.
-    pub(super) fn find(target: &Path) -> Result<Self> {
-        let shown = target.display();
-        if !Path::new("/run/systemd/system").is_dir() {
+    fn find(target: &Path) -> Result<Self> {
+        if !systemd_runs() {
             let what = format!(
-                "no unit for {shown}: systemd does not run here; a line of /etc/fstab with the type \
-                 burgeon and the option _netdev mounts it at boot"
+                "no unit for {}: systemd does not run here; a line of /etc/fstab with the type \
+                 burgeon and the option _netdev mounts it at boot",
+                target.display()
             );
             return Err(Error::new(ErrorKind::Invalid, what).into());
         }
+        Self::find_to_forget(target)
+    }
+
+    /// The same, to remove it; without systemd a unit may be there for the next boot.
+    pub(super) fn find_to_forget(target: &Path) -> Result<Self> {
         let name = unit_name(target)?;
         let unit = Self { path: Path::new(FOLDER).join(&name), name };
         if !unit.is_ours()? && unit.path.symlink_metadata().is_ok() {
             return Err(unit.is_foreign(&unit.path.to_string_lossy()));
+        }
+        if !systemd_runs() {
+            return Ok(unit);
         }
         let fragment = systemctl(&["show", "--property=FragmentPath", "--value", &unit.name])?;
         match fragment.trim() {
@@ -133,6 +145,11 @@ impl Unit {
     /// The unit's name, for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The timer that runs while the mount has failed.
+    fn retry_timer(&self) -> String {
+        format!("{RETRY}@{}.timer", self.name.trim_end_matches(".mount"))
     }
 
     /// Writes the unit and enables it.
@@ -153,7 +170,15 @@ impl Unit {
         if !self.is_ours()? {
             return Ok(false);
         }
+        if !systemd_runs() {
+            remove_links(Path::new(FOLDER), &self.name);
+            fs::remove_file(&self.path)
+                .map_err(|e| Error::io(format!("cannot remove {}", self.path.display()), e))?;
+            return Ok(true);
+        }
         systemctl(&["disable", "--quiet", &self.name])?;
+        // A timer that is not loaded needs no stop.
+        let _ = systemctl(&["stop", &self.retry_timer()]);
         if stop {
             // It may be mounting at this moment.
             systemctl(&["stop", &self.name])?;
@@ -203,6 +228,19 @@ impl Unit {
     }
 }
 
+/// Removes the links by which targets want a unit of `folder`, as `systemctl disable` does.
+fn remove_links(folder: &Path, unit: &str) {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let wants = entries.filter(|entry| entry.path().extension().is_some_and(|end| end == "wants"));
+    for link in wants.map(|wants| wants.path().join(unit)).filter(|link| link.is_symlink()) {
+        let _ = fs::remove_file(link);
+    }
+}
+
+fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
 /// The unit's text for a mount at `target`.
 fn unit_text(context: &Context, args: &args::Mount, target: &Path) -> Result<String> {
     let what = image(&args.name)?;
@@ -241,6 +279,8 @@ Conflicts=umount.target
 Before=umount.target
 After=local-fs.target{daemon}{network}
 {wants}RequiresMountsFor={}
+# Mounts again after a while.
+OnFailure={RETRY}@%N.timer
 
 [Mount]
 What={what}
@@ -399,7 +439,7 @@ mod tests {
     use burgeon_daemon::StateDir;
     use clap::Parser;
 
-    use super::{image, options, unit_name};
+    use super::{image, options, remove_links, unit_name};
     use crate::{
         args::{Args, Command as Verb},
         commands::{Context, mount_defaults},
@@ -422,6 +462,20 @@ mod tests {
             }
         }
         assert!(unit_name(Path::new(&format!("/{}", "x".repeat(300)))).is_err());
+    }
+
+    #[test]
+    fn without_systemd_the_links_of_a_unit_go_as_well() {
+        let folder = tempfile::tempdir().unwrap();
+        let wants = folder.path().join("remote-fs.target.wants");
+        std::fs::create_dir(&wants).unwrap();
+        for name in ["mnt-a.mount", "mnt-b.mount"] {
+            std::os::unix::fs::symlink(folder.path().join(name), wants.join(name)).unwrap();
+        }
+        remove_links(folder.path(), "mnt-a.mount");
+        let left: Vec<_> =
+            std::fs::read_dir(&wants).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, ["mnt-b.mount"]);
     }
 
     /// A unit mounts the same at each boot, whatever the configuration says then.

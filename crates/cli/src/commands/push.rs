@@ -148,6 +148,14 @@ fn whole(
     args: &args::Pull,
 ) -> Result<ExitCode> {
     let store = context.open_store()?;
+    if let Some(list) = burgeon_oci::layer_list(&store, record)? {
+        burgeon_daemon::keep_layers(&context.state, &list)?;
+        // From here on none is evicted.
+        if !burgeon_oci::is_whole(&store, record)? {
+            let what = format!("a layer of {} was evicted just now: try again", place.shown);
+            return Err(Error::new(ErrorKind::Unavailable, what).into());
+        }
+    }
     if let Some(name) = &args.name {
         let provenance = context.provenance();
         check_free(&store, &provenance, name, &place.shown, record, args.replace)?;

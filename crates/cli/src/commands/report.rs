@@ -12,7 +12,7 @@
 use std::{
     fmt::Write as _,
     fs::{self, File, OpenOptions},
-    io::{Read, Seek, SeekFrom, Write as _},
+    io::{self, Read, Seek, SeekFrom, Write as _},
     os::unix::fs::OpenOptionsExt,
     path::Path,
     process::{Command, Stdio},
@@ -44,8 +44,11 @@ const LINES: &str = "2000";
 pub(super) fn write(context: &Context, findings: &[Finding], path: &Path) -> Result<()> {
     let failed = || format!("cannot write the report {}", path.display());
     let mut options = OpenOptions::new();
-    let mut file =
-        options.write(true).create_new(true).mode(0o600).open(path).with_context(failed)?;
+    let made = options.write(true).create_new(true).mode(0o600).open(path);
+    if made.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
+        anyhow::bail!("{}: a file is there already; name another one, or remove it", failed());
+    }
+    let mut file = made.with_context(failed)?;
     let mut text = String::new();
     for (name, part) in parts(context, findings) {
         let part = part.unwrap_or_else(|error| format!("not there: {error:#}"));
@@ -84,7 +87,7 @@ fn parts(context: &Context, findings: &[Finding]) -> Vec<(&'static str, Result<S
 
 fn status(context: &Context) -> Result<String> {
     let client = Client::connect(&context.state)?.context("no daemon runs")?;
-    client.wait_at_most(ANSWER_MAX)?;
+    client.wait_at_most(ANSWER_MAX);
     match client.call(&Request::Status)?.0 {
         Reply::Status(status) => Ok(serde_json::to_string_pretty(&status)?),
         _ => anyhow::bail!("the daemon is of another version"),

@@ -50,6 +50,13 @@ pub(crate) fn resume(
         ))
         .into());
     }
+    let mount = serve_again(context, fsid, &target)?;
+    Ok(Some((mount, target)))
+}
+
+/// Starts the daemon, and waits until the mount `fsid` at `shown` is served again.
+pub(crate) fn serve_again(context: &Context, fsid: Fsid, shown: &Path) -> Result<MountStatus> {
+    let shown = shown.display();
     drop(Client::connect_or_start(&context.state)?);
     let begun = Instant::now();
     loop {
@@ -59,7 +66,7 @@ pub(crate) fn resume(
         let problem = mount.as_ref().and_then(|mount| mount.problem.clone());
         match mount {
             Some(mount) if matches!(&*mount.state, "serving" | "let go") => {
-                return Ok(Some((mount, target)));
+                return Ok(mount);
             }
             _ if problem.is_none() && begun.elapsed() < PATIENCE => thread::sleep(PAUSE),
             _ => {

@@ -1,23 +1,32 @@
 //! `burgeon shutdown`: ends the daemon, and reports mounts that remain.
 
-use std::{process::ExitCode, time::Duration};
+use std::{
+    cmp::Reverse,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::Result;
 use burgeon_block::ErrorKind;
 use burgeon_daemon::{
+    Fsid,
     doctor::mounts_without_daemon,
     holder,
     orphan::{self, Orphan},
     protocol::{MountStatus, Request},
 };
-use rustix::mount::UnmountFlags;
+use rustix::{
+    fs::{AtFlags, CWD, StatxFlags, statx},
+    io::Errno,
+    mount::{UnmountFlags, unmount},
+};
 use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
     places::places_of,
     status::that_exist,
-    umount::{AT_ONCE_MS, await_release, daemon_if, detach},
+    umount::{AT_ONCE_MS, await_release, daemon_if, detach, release_by, release_of},
 };
 use crate::{args, exit::Busy, holders, output};
 
@@ -37,14 +46,19 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
     if unmounts {
         need_mount_privilege("shutdown --unmount")?;
         let flags = flags(&args);
-        for mount in status.mounts {
+        if !args.force {
+            // All or none: who has to end a program first unmounts nothing meanwhile.
+            if let Some(held) = &held {
+                return Err(Busy(held.clone()).into());
+            }
+            refuse_busy(status.mounts.iter().filter_map(|mount| mount.fsid))?;
+        }
+        for mount in innermost_first(status.mounts, |mount| &mount.target) {
             let found = mount.fsid.and_then(|fsid| orphan::find(&context.state, fsid));
             for place in mount.fsid.map(places_of).unwrap_or_default() {
                 detach(context, &place, found.as_ref(), flags)?;
             }
-            let release = |timeout_ms| {
-                client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }).map(drop)
-            };
+            let release = |timeout_ms| release_by(&client, mount.id, timeout_ms);
             match args.force {
                 true => drop(release(FORCED_TIMEOUT_MS)),
                 false => await_release(&mount.target, mount.fsid, false, release)?,
@@ -52,16 +66,55 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
         }
     }
     client.call(&Request::Shutdown { force: args.force }).map_err(|e| match held {
-        Some(held) if e.kind() == ErrorKind::Unavailable => Busy(held).into(),
+        Some(held) if e.kind() == ErrorKind::Unavailable && !client.is_silent() => {
+            Busy(held).into()
+        }
         _ => anyhow::Error::from(e),
     })?;
-    client.wait_for_end();
+    client.wait_for_end()?;
     say(context, "the daemon has ended")?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn flags(args: &args::Shutdown) -> UnmountFlags {
     if args.force { UnmountFlags::DETACH } else { UnmountFlags::empty() }
+}
+
+/// The mounts in an order in which one below another is unmounted before it.
+fn innermost_first<M>(mut mounts: Vec<M>, target: impl Fn(&M) -> &Path) -> Vec<M> {
+    mounts.sort_by_key(|mount| Reverse(target(mount).components().count()));
+    mounts
+}
+
+/// `Busy`, with their users, if some of the places of these file systems are in use.
+fn refuse_busy(mounts: impl Iterator<Item = Fsid>) -> Result<()> {
+    let places: Vec<_> = mounts.flat_map(places_of).collect();
+    // A mount below another one of them goes with it.
+    let holds_another =
+        |place: &PathBuf| places.iter().any(|other| other != place && other.starts_with(place));
+    let busy = places.iter().filter(|place| !holds_another(place) && is_busy(place));
+    let busy: Vec<_> =
+        busy.map(|place| format!("{} is {}", place.display(), holders::describe(place))).collect();
+    if busy.is_empty() {
+        return Ok(());
+    }
+    let what = format!(
+        "nothing was unmounted: {}; end these first, or use `burgeon shutdown --force`, which \
+         releases each mount when they let go",
+        busy.join("; ")
+    );
+    Err(Busy(what).into())
+}
+
+/// True if the kernel would not unmount `place`.
+fn is_busy(place: &Path) -> bool {
+    // Marks what is not busy as expired, and a second call would unmount what is marked. Any look
+    // at it takes the mark away: so one before, and one after.
+    let look = || statx(CWD, place, AtFlags::STATX_DONT_SYNC, StatxFlags::MODE);
+    let _ = look();
+    let busy = unmount(place, UnmountFlags::EXPIRE | UnmountFlags::NOFOLLOW) == Err(Errno::BUSY);
+    let _ = look();
+    busy
 }
 
 /// The mounts in this namespace that have no daemon.
@@ -74,12 +127,15 @@ fn lost_here(context: &Context) -> Vec<Orphan> {
 /// No daemon runs. With an option to unmount, none can be started either, so this process unmounts.
 fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> {
     if args.unmount || args.force {
-        for mount in lost_here(context) {
+        if !args.force {
+            refuse_busy(lost_here(context).iter().filter_map(Orphan::fsid))?;
+        }
+        for mount in innermost_first(lost_here(context), |mount| mount.target()) {
             need_mount_privilege("shutdown --unmount")?;
             for place in mount.fsid().map(places_of).unwrap_or_default() {
                 detach(context, &place, Some(&mount), flags(args))?;
             }
-            let release = |ms| mount.release(&context.state, Duration::from_millis(ms));
+            let release = |timeout_ms| release_of(context, &mount, timeout_ms);
             match args.force {
                 // The next daemon removes the folder of a mount that somebody still uses.
                 true => drop(release(AT_ONCE_MS)),

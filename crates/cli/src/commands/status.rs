@@ -5,7 +5,9 @@ use std::{collections::HashMap, process::ExitCode};
 use anyhow::Result;
 use burgeon_block::Digest;
 use burgeon_daemon::{
-    Client, kept_profile,
+    Client,
+    doctor::mounts_without_daemon,
+    kept_profile,
     protocol::{
         AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
         ReadStatus, WritesState,
@@ -25,24 +27,31 @@ pub(super) fn that_exist(mounts: usize) -> String {
     format!("{} {verb}", counted(mounts as u64, "mount"))
 }
 
+/// The words of a command that finds no daemon: mounts may have survived it.
+pub(super) fn no_daemon(context: &Context) -> String {
+    let root = context.state.root().display();
+    if !context.state.exists() {
+        return format!(
+            "there is no state directory {root}, so no daemon runs, and nothing is mounted"
+        );
+    }
+    match mounts_without_daemon(&context.state) {
+        0 => format!("no daemon runs for {root}: nothing is mounted"),
+        lost => format!(
+            "no daemon runs, but {}: `burgeon doctor --repair` serves them again",
+            that_exist(lost)
+        ),
+    }
+}
+
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {
-        let lost = burgeon_daemon::doctor::mounts_without_daemon(&context.state);
         if context.json {
+            let lost = mounts_without_daemon(&context.state);
             let document = json!({ "running": false, "mounts": [], "mounts_without_daemon": lost });
             output::print_json(&document)?;
-        } else if !context.state.exists() {
-            let root = context.state.root().display();
-            println!(
-                "there is no state directory {root}, so no daemon runs, and nothing is mounted"
-            );
-        } else if lost > 0 {
-            println!(
-                "no daemon runs, but {}: `burgeon doctor --repair` serves them again",
-                that_exist(lost)
-            );
         } else {
-            println!("no daemon runs for {}: nothing is mounted", context.state.root().display());
+            println!("{}", no_daemon(context));
         }
         return Ok(ExitCode::SUCCESS);
     };
@@ -107,7 +116,7 @@ fn complete(context: &Context, mount: &mut MountStatus, layer_bytes: &mut HashMa
 
 fn describe(mount: &MountStatus) {
     let reads = &mount.reads;
-    println!("{}  {}  ({}, {})", mount.target.display(), mount.image, mount.id, mount.state);
+    println!("{}  {}  ({}, {})", output::path(&mount.target), mount.image, mount.id, mount.state);
     if !mount.name.is_empty() && mount.name != mount.image {
         println!("  name       {}", mount.name);
     }

@@ -147,7 +147,7 @@ fn show(
     let (lines, columns) = size();
     let mut text = Vec::new();
     match status {
-        None => text.push("burgeon: no daemon runs: nothing is mounted".to_owned()),
+        None => text.push(format!("burgeon: {}", super::status::no_daemon(context))),
         Some(status) => {
             describe(status, rates, lines.saturating_sub(OTHER_LINES + files.len()), &mut text)
         }

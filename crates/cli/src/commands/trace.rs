@@ -118,7 +118,7 @@ pub(super) fn trace(context: &Context, options: &Trace) -> Result<ExitCode> {
         all.iter().for_each(Located::print);
         if all.is_empty() {
             println!(
-                "no read waited for {} ms or longer, as far as is remembered",
+                "no read waited for {} ms or longer, or failed, as far as is remembered",
                 options.threshold
             );
         }
@@ -143,7 +143,7 @@ pub(super) fn ask(client: &Client, id: MountId, after: u64) -> Result<Vec<Wait>>
     }
 }
 
-/// Finds the files of the waits that are long enough.
+/// Finds the files of the waits that are long enough, and of those that ended in an error.
 pub(super) fn located(
     manifest: &Manifest,
     image: &burgeon_block::Digest,
@@ -151,7 +151,8 @@ pub(super) fn located(
     threshold_ms: u64,
 ) -> Vec<Located> {
     let is_long = |wait: &Wait| wait.took_us >= threshold_ms.saturating_mul(1000);
-    let waits: Vec<_> = waits.into_iter().filter(is_long).collect();
+    let waits: Vec<_> =
+        waits.into_iter().filter(|wait| is_long(wait) || wait.error.is_some()).collect();
     if waits.is_empty() {
         return Vec::new();
     }

@@ -22,7 +22,9 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
-    Client, btrfs_fsid, holder, mountinfo,
+    Client, MountId, btrfs_fsid,
+    doctor::mounts_without_daemon,
+    holder, mountinfo,
     orphan::{self, Orphan},
     protocol::{MountStatus, Reply, Request, Status, WritesState},
 };
@@ -32,7 +34,9 @@ use rustix::{
 };
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, persist::Unit, places::places_of, taken};
+use super::{
+    Context, need_mount_privilege, persist::Unit, places::places_of, status::no_daemon, taken,
+};
 use crate::{
     args,
     exit::{self, Busy},
@@ -53,7 +57,7 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
         let ended = match args.forget {
             true => forget(context, path, args.lazy),
             false => one_of(context, path, args.lazy).map(|(target, writes)| {
-                let said = format!("unmounted {}{writes}", target.display());
+                let said = format!("unmounted {}{writes}", output::path(&target));
                 (target, said)
             }),
         };
@@ -102,7 +106,7 @@ fn forget(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
         Ok(target) => target,
         Err(_) => std::path::absolute(&plain).map_err(failed)?,
     };
-    let unit = Unit::find(&target)?;
+    let unit = Unit::find_to_forget(&target)?;
     let shown = target.display();
     let unmounted = match is_mounted(&target) {
         true => Some(one_of(context, &target, lazy)?.1),
@@ -159,6 +163,16 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
         )
         .into());
     }
+    if orphan.is_none() && no_daemon && !lazy && !holder::waiting(&context.state).is_empty() {
+        // No daemon would know it, and umount would wait for its readers, or for its own reads.
+        let what = format!(
+            "cannot unmount {}: no daemon serves it, {} has no readable record of it, and its readers may wait: \
+             `burgeon shutdown --force` gives readers of all mounts of this state directory I/O errors; then unmount it",
+            output::path(&target),
+            context.state.root().display()
+        );
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    }
     let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
     detach(context, &target, orphan.as_ref(), flags)?;
     if still_mounted(fsid) {
@@ -167,21 +181,21 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
     let (writes, released) = match (known, orphan) {
         (Some((client, mount)), orphan) => {
             let release = |timeout_ms| {
-                match client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }) {
-                    Ok(_) => Ok(()),
-                    // The daemon may have ended since the status request.
-                    Err(e) => match (&orphan, Client::connect(&context.state)) {
-                        (Some(orphan), Ok(None)) => {
-                            orphan.release(&context.state, Duration::from_millis(timeout_ms))
-                        }
-                        _ => Err(e),
-                    },
+                let released = release_by(&client, mount.id, timeout_ms);
+                // The daemon may have ended since the status request.
+                match (&orphan, released?) {
+                    (Some(orphan), Release::Held(_))
+                        if Client::connect(&context.state)?.is_none() =>
+                    {
+                        release_of(context, orphan, timeout_ms)
+                    }
+                    (_, released) => Ok(released),
                 }
             };
             (fate_of(&mount.writes), await_release(&target, fsid, lazy, release))
         }
         (None, Some(orphan)) if no_daemon => {
-            let release = |ms| orphan.release(&context.state, Duration::from_millis(ms));
+            let release = |timeout_ms| release_of(context, &orphan, timeout_ms);
             (fate_of(orphan.writes()), await_release(&target, fsid, lazy, release))
         }
         _ => (String::new(), Ok(())),
@@ -193,18 +207,51 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
     }
 }
 
+/// The end of one wait for a release.
+pub(crate) enum Release {
+    Done,
+    /// Something holds the mount.
+    Held(Error),
+}
+
+/// Waits until the daemon has released the mount `id`.
+pub(super) fn release_by(
+    client: &Client,
+    id: MountId,
+    timeout_ms: u64,
+) -> burgeon_block::Result<Release> {
+    match client.call(&Request::AwaitRelease { id, timeout_ms }) {
+        Ok(_) => Ok(Release::Done),
+        // A daemon that does not answer says nothing of the mount.
+        Err(e) if e.kind() == ErrorKind::Unavailable && !client.is_silent() => Ok(Release::Held(e)),
+        Err(e) => Err(e),
+    }
+}
+
+/// Waits until the kernel has released a mount that no daemon knows.
+pub(super) fn release_of(
+    context: &Context,
+    mount: &Orphan,
+    timeout_ms: u64,
+) -> burgeon_block::Result<Release> {
+    match mount.release(&context.state, Duration::from_millis(timeout_ms)) {
+        Ok(()) => Ok(Release::Done),
+        Err(e) if e.kind() == ErrorKind::Unavailable => Ok(Release::Held(e)),
+        Err(e) => Err(e),
+    }
+}
+
 /// Waits until the mount at `target` is released, by calling `release` with a timeout in ms.
 /// Reports the holders at once.
 pub(crate) fn await_release(
     target: &Path,
     fsid: Option<burgeon_daemon::Fsid>,
     lazy: bool,
-    release: impl Fn(u64) -> burgeon_block::Result<()>,
+    release: impl Fn(u64) -> burgeon_block::Result<Release>,
 ) -> Result<()> {
     let shown = target.display();
-    match release(AT_ONCE_MS) {
-        Err(e) if e.kind() == ErrorKind::Unavailable => {}
-        released => return Ok(released?),
+    if let Release::Done = release(AT_ONCE_MS)? {
+        return Ok(());
     }
     if let Some(holders) = fsid.and_then(holders::of) {
         let then = if lazy { "" } else { "; `burgeon umount --lazy` would not call that an error" };
@@ -216,7 +263,10 @@ pub(crate) fn await_release(
     eprintln!(
         "burgeon: {shown} is unmounted, and the kernel is still writing to its devices: waiting"
     );
-    Ok(release(RELEASE_TIMEOUT_MS)?)
+    match release(RELEASE_TIMEOUT_MS)? {
+        Release::Done => Ok(()),
+        Release::Held(why) => Err(why.into()),
+    }
 }
 
 /// The daemon. Starts one if readers wait for it, since a umount might have to wait for their
@@ -266,7 +316,13 @@ pub(crate) fn mount_of(
         let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
         Error::new(ErrorKind::Invalid, message)
     };
-    let (client, status) = Client::connect_and_ask(&context.state)?.ok_or_else(none)?;
+    let (client, status) = Client::connect_and_ask(&context.state)?.ok_or_else(|| {
+        if mounts_without_daemon(&context.state) == 0 {
+            return none();
+        }
+        let message = format!("{} has no daemon: {}", shown.display(), no_daemon(context));
+        Error::new(ErrorKind::Unavailable, message)
+    })?;
     let fsid = btrfs_fsid(path)?.ok_or_else(none)?;
     let mount =
         status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?;

@@ -3,22 +3,21 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_daemon::Upgraded;
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::{Upgraded, doctor::mounts_without_daemon};
 use serde_json::json;
 
-use super::{Context, need_mount_privilege};
-use crate::output;
+use super::{Context, need_mount_privilege, status};
+use crate::{args, output};
 
-pub(super) fn upgrade(context: &Context) -> Result<ExitCode> {
+pub(super) fn upgrade(context: &Context, args: args::Upgrade) -> Result<ExitCode> {
     need_mount_privilege("upgrade")?;
+    if args.check {
+        return check(context);
+    }
     let Some(Upgraded { status, server_replaced }) = burgeon_daemon::upgrade(&context.state)?
     else {
-        if context.json {
-            output::print_json(&json!({ "running": false }))?;
-        } else {
-            println!("no daemon runs");
-        }
-        return Ok(ExitCode::SUCCESS);
+        return no_daemon(context);
     };
     if context.json {
         output::print_json(&json!({
@@ -37,6 +36,34 @@ pub(super) fn upgrade(context: &Context) -> Result<ExitCode> {
             "note: a mount is --fast, whose reads would fail without the serving process: the old \
              program serves on; when it is unmounted, run `burgeon upgrade` again"
         );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Nothing is to be upgraded, unless mounts have survived the daemon: the old program serves them.
+fn no_daemon(context: &Context) -> Result<ExitCode> {
+    let lost = mounts_without_daemon(&context.state);
+    if lost > 0 {
+        let what = format!("nothing was upgraded: {}", status::no_daemon(context));
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    }
+    match context.json {
+        true => output::print_json(&json!({ "running": false }))?,
+        false => println!("no daemon runs"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(context: &Context) -> Result<ExitCode> {
+    if !burgeon_daemon::check_upgrade(&context.state)? {
+        return no_daemon(context);
+    }
+    let version = env!("CARGO_PKG_VERSION");
+    match context.json {
+        true => output::print_json(
+            &json!({ "running": true, "version": version, "can_take_over": true }),
+        )?,
+        false => println!("version {version} can take over here; nothing was changed"),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -11,10 +11,13 @@ use std::path::{Path, PathBuf};
 use burgeon_daemon::{log::LevelFilter, protocol::CacheAmount};
 use burgeon_source::{Location, registry::Name};
 use clap::ValueEnum;
-use toml::de::{DeTable, DeValue};
+use toml::{
+    Spanned,
+    de::{DeTable, DeValue},
+};
 
 use super::{
-    Config, Origin, Problem, Setting,
+    Config, Origin, Problem, Setting, check_pattern,
     file::Document,
     is_store_name,
     keys::{self, SECTIONS},
@@ -33,7 +36,15 @@ pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec
     let mut reader = Reader { document, config, problems: Vec::new() };
     for fault in &faults {
         let at = fault.span().map_or(0, |span| span.start);
-        reader.complain(at, &[], fault.message().replace('\n', ", "));
+        let mut message = fault.message().replace('\n', ", ");
+        let key = fault.span().and_then(|span| document.text.get(span)).unwrap_or("it");
+        if message == "duplicate key" {
+            let first = last_before(table.get_ref(), key, at).map(|at| reader.origin(at).line);
+            if let Some(line) = first.or_else(|| same_line_before(&document.text, at)) {
+                message = format!("{key} stands in line {line}, too: leave one out");
+            }
+        }
+        reader.complain(at, &[], message);
     }
     if faults.is_empty() {
         reader.read(&[], table.get_ref());
@@ -41,6 +52,26 @@ pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec
     // The parser sorts keys by name.
     reader.problems.sort_by_key(|problem| problem.line);
     problems.append(&mut reader.problems);
+}
+
+/// The place of the last key `key`, as it is typed, that stands before the byte `end`: a key that
+/// the parser calls a duplicate has its twin there.
+fn last_before(table: &DeTable<'_>, key: &str, end: usize) -> Option<usize> {
+    let key = key.trim_matches(['"', '\'']);
+    let places = table.iter().filter_map(|(name, value)| {
+        let own = (name.get_ref() == key).then_some(name.span().start);
+        let within = value.get_ref().as_table().and_then(|table| last_before(table, key, end));
+        own.filter(|at| *at < end).max(within)
+    });
+    places.max()
+}
+
+/// The number of the last line that says the same as the line of the byte `at`, before that: of
+/// two headers of a section, the parser knows the last one alone.
+fn same_line_before(text: &str, at: usize) -> Option<usize> {
+    let number = text.bytes().take(at).filter(|byte| *byte == b'\n').count();
+    let own = text.lines().nth(number)?.trim();
+    text.lines().take(number).position(|line| line.trim() == own).map(|before| before + 1)
 }
 
 struct Reader<'a> {
@@ -136,6 +167,11 @@ impl Reader<'_> {
             ["registry", "kubelet-provider-dir"] => {
                 put(&mut config.registry.kubelet_provider_dir, absolute(value), origin)
             }
+            ["snapshotter", "trust"] => patterns(value).map(|value| {
+                if self.document.is_own {
+                    config.snapshotter.trust = Some(Setting { value, origin });
+                }
+            }),
             ["store", "default"] => put(&mut config.stores.default, store(value, true), origin),
             ["store", name, "url"] => store(value, false).map(|value| {
                 let setting = Setting { value, origin };
@@ -231,6 +267,18 @@ fn profile(value: &DeValue<'_>) -> Checked<String> {
     }
 }
 
+/// Patterns of repositories.
+fn patterns(value: &DeValue<'_>) -> Checked<Vec<String>> {
+    let Some(list) = value.as_array() else {
+        return Err("write a list, such as [\"registry.example/team/*\"]".to_owned());
+    };
+    let pattern = |value: &Spanned<DeValue<'_>>| {
+        let text = string(value.get_ref())?;
+        check_pattern(text).map(|()| text.to_owned())
+    };
+    list.iter().map(pattern).collect()
+}
+
 fn absolute(value: &DeValue<'_>) -> Checked<PathBuf> {
     let path = Path::new(string(value)?);
     match path.is_absolute() {
@@ -247,8 +295,13 @@ fn store(value: &DeValue<'_>, by_name: bool) -> Checked<String> {
     }
     let checked = match Name::parse(text) {
         Some(name) => name.map(drop),
-        None if text.starts_with('/') || text.contains(':') => Location::parse(text).map(drop),
-        None => return Err("a folder needs an absolute path: begin it with /".to_owned()),
+        None if text.starts_with('/') || text.contains("://") => Location::parse(text).map(drop),
+        // `user:password@bucket` is no folder. It is not repeated, because it may hold a secret.
+        None => {
+            return Err("it is neither a URL, such as s3://bucket/path, nor an absolute path, \
+                        which begins with /"
+                .to_owned());
+        }
     };
     checked.map(|()| text.to_owned()).map_err(|e| e.to_string())
 }
@@ -286,7 +339,7 @@ mod tests {
             .collect();
         let (config, problems) = read(&used);
         assert_eq!(problems, [""; 0], "{used}");
-        let Config { state_dir, log, cache, mount, registry, stores, .. } = config;
+        let Config { state_dir, log, cache, mount, registry, snapshotter, stores, .. } = config;
         let set = [
             state_dir.is_some(),
             log.level.is_some(),
@@ -305,6 +358,7 @@ mod tests {
             registry.hosts_dir.is_some(),
             registry.kubelet_providers.is_some(),
             registry.kubelet_provider_dir.is_some(),
+            snapshotter.trust.is_some(),
             stores.default.is_some(),
             stores.named.contains_key("models"),
         ];
@@ -344,6 +398,21 @@ mod tests {
     }
 
     #[test]
+    fn a_duplicate_is_named_with_both_lines() {
+        for (text, says) in [
+            ("[log]\nlevel = 'info'\nlevel = 'warn'\n", "c.toml:3: level stands in line 2, too"),
+            ("[mount]\nfill = true\n[log]\n\n[mount]\n", "c.toml:5: mount stands in line 1, too"),
+            (
+                "[store.a]\nurl = '/a'\n[store.b]\nurl = '/b'\n\"url\" = '/c'\n",
+                "c.toml:5: \"url\" stands in line 4, too: leave one out",
+            ),
+        ] {
+            let (_, problems) = read(text);
+            assert!(problems[0].starts_with(says), "{text}: {problems:?}");
+        }
+    }
+
+    #[test]
     fn stores_have_names_and_absolute_places() {
         let (config, problems) = read(
             "[store]\ndefault = 'https://store.example/team'\n[store.a]\nurl = '/srv/a'\n\
@@ -373,6 +442,7 @@ mod tests {
             "s3://hunter2@bucket/x",
             "https://host/x?sig=hunter2",
             "oci://me:hunter2@host/x",
+            "me:hunter2@bucket/x",
         ] {
             let (config, problems) = read(&format!("[store.a]\nurl = \"{url}\"\n"));
             assert_eq!(problems.len(), 1, "{url}");

@@ -1,7 +1,7 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 19] = [
+pub(crate) const KEYS: [&str; 20] = [
     "state-dir",
     "log.level",
     "log.format",
@@ -19,12 +19,14 @@ pub(crate) const KEYS: [&str; 19] = [
     "registry.hosts-dir",
     "registry.kubelet-providers",
     "registry.kubelet-provider-dir",
+    "snapshotter.trust",
     "store.default",
     "store.NAME.url",
 ];
 
 /// The sections.
-pub(super) const SECTIONS: [&str; 5] = ["log", "cache", "mount", "registry", "store"];
+pub(super) const SECTIONS: [&str; 6] =
+    ["log", "cache", "mount", "registry", "snapshotter", "store"];
 
 /// The remedy for the unknown key at `path`.
 pub(super) fn explain(path: &[&str]) -> String {
@@ -62,7 +64,7 @@ pub(super) fn explain_section(name: &str) -> String {
 
 /// The candidate with the fewest changes from `typed`, if these are few: at most a third of its
 /// letters, and four.
-pub(super) fn nearest<'a>(
+pub(crate) fn nearest<'a>(
     typed: &str,
     candidates: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {

@@ -11,8 +11,9 @@
 //! `BURGEON_CONFIG` and `--config` name another file or folder, or `none`.
 //!
 //! Invariants:
-//! - No command writes these files, and no value in them is a secret: a store's URL with a password
-//!   or a query is refused (`document.rs`).
+//! - No command writes these files, but for `snapshotter setup`, which adds one.
+//! - No value in them is a secret: a store's URL with a password or a query is refused
+//!   (`document.rs`).
 //! - All problems of all files are found in one pass (`crates/cli/tests/config.rs`).
 //! - A command that uses the configuration does nothing while it has a problem. A daemon starts all
 //!   the same, with the valid settings: mounts wait for it.
@@ -40,7 +41,7 @@ use serde::Serialize;
 
 use crate::{global, pull::Pull, transport::Transport};
 
-pub(crate) use keys::KEYS;
+pub(crate) use keys::{KEYS, nearest};
 
 /// All settings of all files, a field for each section. A setting that no file has is `None`.
 #[derive(Clone, Debug, Default)]
@@ -55,6 +56,8 @@ pub(crate) struct Config {
     pub(crate) mount: MountDefaults,
     /// `[registry]`
     pub(crate) registry: Registry,
+    /// `[snapshotter]`
+    pub(crate) snapshotter: SnapshotterConfig,
     /// `[store]` and `[store.NAME]`
     pub(crate) stores: Stores,
     // A new section gets its field here, its keys in `keys.rs`, and its values in `document.rs`.
@@ -153,6 +156,22 @@ impl Registry {
             key: Some(key(alone)),
             message: format!("it has no effect alone: add {}", key(missing)),
         }]
+    }
+}
+
+/// `[snapshotter]`
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SnapshotterConfig {
+    /// Patterns of repositories; only from files of the user who reads them.
+    pub(crate) trust: Option<Setting<Vec<String>>>,
+}
+
+/// A pattern of repositories, such as `registry.example/team/*`; the reason why it is none.
+pub(crate) fn check_pattern(pattern: &str) -> Result<(), String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:*".contains(c);
+    match !pattern.is_empty() && pattern.chars().all(is_plain) {
+        true => Ok(()),
+        false => Err(format!("{pattern:?} has characters that no repository has")),
     }
 }
 

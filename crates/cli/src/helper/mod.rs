@@ -26,9 +26,9 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_block::ErrorKind;
+use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, block_termination, log, protocol::Mounted};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 use self::options::Options;
 use crate::{
@@ -64,7 +64,7 @@ Examples:
 Options of -o: the attributes of `burgeon mount -o`, and its other options without dashes, such as
   store=, state-dir=, writes=, write-limit=, profile=, fill
 
-Exit codes, as of mount(8):
+Exit codes:
   0  mounted, or the same was mounted there already
   1  invalid command line, or a privilege is missing
   2  system error: out of space, a local file cannot be read or written
@@ -103,6 +103,11 @@ struct Line {
     options: Vec<String>,
 }
 
+/// The helper's command line, for its man page.
+pub(crate) fn command() -> clap::Command {
+    Line::command()
+}
+
 /// True if the program was called as mount(8)'s helper.
 pub(crate) fn is_called(arguments: &[OsString]) -> bool {
     let name = arguments.first().map(Path::new).and_then(Path::file_name);
@@ -135,13 +140,18 @@ pub(crate) fn main(arguments: &[OsString]) -> ExitCode {
 }
 
 fn code_of(error: &anyhow::Error) -> u8 {
-    if error.is::<Usage>() || error.is::<NotPermitted>() {
-        return USAGE;
+    for cause in error.chain() {
+        if cause.is::<Usage>() || cause.is::<NotPermitted>() {
+            return USAGE;
+        }
+        if let Some(error) = cause.downcast_ref::<burgeon_block::Error>() {
+            return match error.kind() {
+                ErrorKind::LocalIo | ErrorKind::NoSpace => SYSTEM,
+                _ => FAILED,
+            };
+        }
     }
-    match error.downcast_ref::<burgeon_block::Error>().map(burgeon_block::Error::kind) {
-        Some(ErrorKind::LocalIo | ErrorKind::NoSpace) => SYSTEM,
-        _ => FAILED,
-    }
+    FAILED
 }
 
 fn call(line: Line) -> Result<()> {
@@ -163,6 +173,15 @@ fn call(line: Line) -> Result<()> {
     if let Some(level) = args.global.log_level {
         log::begin_at(level, log::Process::Command);
     }
+    if let Some(folder) = args.global.state_dir.as_ref().filter(|folder| !folder.exists()) {
+        // A typing error in /etc/fstab would silently make another daemon with another store.
+        eprintln!(
+            "{NAME}: note: there is no state directory {}: it is made now; if that is a typing \
+             error, unmount {}, and correct -o state-dir=",
+            folder.display(),
+            line.dir.display()
+        );
+    }
     let config = Config::load(args.global.config.as_deref())?;
     let context = Context::new(args.global, config, true, false)?;
     mount_defaults::apply(&context, &mut mount);
@@ -174,6 +193,11 @@ fn call(line: Line) -> Result<()> {
         return remount::remount(&context, &mount, &options, line.fake, line.verbose);
     }
     let is_elsewhere = line.namespace.is_some();
+    if is_elsewhere {
+        // Another namespace has another working directory: its root.
+        mount.path = std::path::absolute(&mount.path)
+            .map_err(|e| Error::io(format!("cannot find {}", mount.path.display()), e))?;
+    }
     let namespace = line.namespace.as_deref().map(Namespace::open).transpose()?;
     let opened = Opened::new(&mount.path, namespace)?;
     if already(&context, &mount, &opened)?.is_some() {

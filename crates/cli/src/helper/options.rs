@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::attributes;
+use crate::{attributes, config::nearest};
 
 /// Options of `burgeon mount` that take a value.
 const SETTINGS: [&str; 15] = [
@@ -138,6 +138,12 @@ pub(super) fn explain_unknown(option: &str) -> String {
     if SETTINGS.contains(&name) {
         return format!("the option {name} needs a value: {name}=…");
     }
+    let attributes = attributes::names();
+    let known = attributes.iter().map(String::as_str);
+    let known = known.chain(SETTINGS).chain(SWITCHES).chain(IGNORED).chain(["remount"]);
+    if let Some(near) = nearest(name, known) {
+        return format!("unknown option {option:?}: did you mean {near}? -s ignores unknown ones");
+    }
     format!(
         "unknown option {option:?}: there are the attributes of mount(8), such as ro or nosuid, and {}; \
          -s ignores unknown ones",
@@ -212,9 +218,13 @@ mod tests {
         let options = parse("remount,subvol=a,writes,fast=1,nosiud,Writes=w");
         assert!(options.remount);
         assert_eq!(options.unknown, ["subvol=a", "writes", "fast=1", "nosiud", "Writes=w"]);
-        for (option, why) in
-            [("subvol=a", "unknown option"), ("writes", "writes=…"), ("fast=1", "takes no value")]
-        {
+        for (option, why) in [
+            ("subvol=a", "unknown option"),
+            ("writes", "writes=…"),
+            ("fast=1", "takes no value"),
+            ("noatiem", "did you mean noatime?"),
+            ("state_dir=/x", "did you mean state-dir?"),
+        ] {
             assert!(explain_unknown(option).contains(why), "{option}");
         }
     }

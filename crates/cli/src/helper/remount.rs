@@ -47,7 +47,11 @@ pub(super) fn remount(
     let now = statvfs(opened.link())
         .map_err(|e| Error::io(format!("cannot look at {shown}"), e.into()))?;
     let flags = flags(&request, now.f_flag, is_writable);
-    say(verbose, || format!("remounting {shown} with {flags:?}"));
+    say(verbose, || {
+        let names: Vec<_> = flags.iter_names().map(|(name, _)| name.to_lowercase()).collect();
+        let names = names.join(",").replace("rdonly", "ro");
+        format!("remounting {shown} with {names}")
+    });
     if fake {
         return Ok(());
     }

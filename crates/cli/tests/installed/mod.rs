@@ -15,6 +15,7 @@ pub(crate) const INSTALLED: &str = "/usr/local/bin/burgeon";
 pub(crate) const INSTALLED_UNIT: &str = "/etc/systemd/system/burgeon.service";
 pub(crate) const STATE: &str = "/var/lib/burgeon";
 const UNIT: &str = include_str!("../../../../dist/burgeon.service");
+const RETRY: &str = include_str!("../../../../dist/burgeon-retry@.timer");
 const RULES: &str = include_str!("../../../../dist/65-burgeon.rules");
 
 pub(crate) fn output(program: &str, arguments: &[&str]) -> Output {
@@ -82,6 +83,7 @@ pub(crate) fn install() {
         run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", STATE]);
     }
     fs::write(INSTALLED_UNIT, UNIT).unwrap();
+    fs::write("/etc/systemd/system/burgeon-retry@.timer", RETRY).unwrap();
     fs::write("/etc/udev/rules.d/65-burgeon.rules", RULES).unwrap();
     run("udevadm", &["control", "--reload"]);
     symlink(INSTALLED, "/sbin/mount.burgeon").unwrap();

@@ -242,7 +242,10 @@ pub fn start(command: &mut Command) -> Running {
 
 pub fn serve(space: &Space, options: &[&str]) -> Running {
     let mut command = Command::new(PROGRAM);
-    command.arg("--state-dir").arg(space.path("state")).args(["--config", "none"]);
+    command.arg("--state-dir").arg(space.path("state"));
+    if !options.contains(&"--config") {
+        command.args(["--config", "none"]);
+    }
     command.args(["snapshotter", "--root"]).arg(space.path("root"));
     command.arg("--socket").arg(space.path("s.sock"));
     command.args(options);
@@ -334,6 +337,22 @@ pub fn push_estargz_of(
     label: &str,
     stated: Option<&[String]>,
 ) -> Pushed {
+    push_listed(space, plain, name, (label, stated), |_| ())
+}
+
+/// An image with `second` in its second layer, whose tables of contents `meddle` changes.
+pub fn push_meddled(space: &Space, name: &str, second: &str, meddle: fn(&mut Value)) -> Pushed {
+    let plain = image_with(space, &format!("layout-{second}"), second);
+    push_listed(space, &plain, name, (second, None), meddle)
+}
+
+fn push_listed(
+    space: &Space,
+    plain: &OciLayout,
+    name: &str,
+    (label, stated): (&str, Option<&[String]>),
+    meddle: fn(&mut Value),
+) -> Pushed {
     let read = |path: &Path| serde_json::from_slice::<Value>(&fs::read(path).unwrap()).unwrap();
     let blob = |digest: &Value| {
         let hex = digest.as_str().unwrap().strip_prefix("sha256:").unwrap();
@@ -345,7 +364,7 @@ pub fn push_estargz_of(
     let made: Vec<_> = layers
         .map(|layer| {
             let (tar, _) = unpacked(&fs::read(blob(&layer["digest"])).unwrap(), space);
-            Estargz::new(&tar, 1 << 20, |_| ()).unwrap()
+            Estargz::new(&tar, 1 << 20, meddle).unwrap()
         })
         .collect();
     let own = || made.iter().map(|layer| unpacked(&layer.blob, space).1).collect();

@@ -133,7 +133,7 @@ pub fn push_pause(space: &Space, name: &str) {
     skopeo_copy(&[], &from, &format!("docker://{name}")).unwrap();
 }
 
-/// What belongs to this machine: folders and the image of sandboxes. Tests may lack the privilege
+/// Things of this machine: folders and the image of sandboxes. Tests may lack the privilege
 /// to lower the score of a process for the kernel's choice when memory is short.
 fn text(space: &Space, version: Version, pause: &str) -> String {
     let folder = space.folder().display();

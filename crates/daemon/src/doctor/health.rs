@@ -95,7 +95,7 @@ fn not_mounted(path: &Path, state: &StateDir) -> Finding {
 
 fn ask(state: &StateDir, patience: Duration) -> Result<Option<Status>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
-    client.wait_at_most(patience)?;
+    client.wait_at_most(patience);
     ask_for_status(&client, patience)
 }
 

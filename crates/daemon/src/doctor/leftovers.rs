@@ -98,8 +98,8 @@ fn lost_record(id: MountId, device: &str) -> Finding {
         Level::Problem,
         &format!("mount {id}"),
         format!("is in use on {device}, but its record mount.json cannot be read"),
-        "programs that read data which is not local get EIO",
-        "unmount it and mount it again",
+        "programs that read data which is not local get EIO, or wait if no daemon runs",
+        "unmount it and mount it again; if the umount refuses, `burgeon shutdown --force` first",
     )
 }
 

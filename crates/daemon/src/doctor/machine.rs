@@ -78,7 +78,8 @@ fn udev(root: &Path) -> Option<Finding> {
             "udev",
             format!("the rule {RULE} is missing"),
             cost,
-            "copy dist/65-burgeon.rules to /etc/udev/rules.d and run `udevadm control --reload`; the \
+            "copy 65-burgeon.rules, from the tarball or from dist/ of the sources, to \
+             /etc/udev/rules.d, and run `udevadm control --reload`; the \
              package does both",
         ));
     };
@@ -90,7 +91,8 @@ fn udev(root: &Path) -> Option<Finding> {
             "udev",
             format!("{shown} is empty, a mask, or lacks the assignment of SYSTEMD_READY"),
             cost,
-            "remove it if the package is installed, or copy dist/65-burgeon.rules over it; then \
+            "remove it if the package is installed, or copy 65-burgeon.rules, from the tarball or from dist/ of \
+             the sources, over it; then \
              run `udevadm control --reload`",
         ),
         Err(e) => Finding::bad(
@@ -98,7 +100,8 @@ fn udev(root: &Path) -> Option<Finding> {
             "udev",
             format!("udev cannot read {shown}: {e}"),
             cost,
-            "copy dist/65-burgeon.rules to that place, and run `udevadm control --reload`",
+            "copy 65-burgeon.rules, from the tarball or from dist/ of the sources, to that place, \
+             and run `udevadm control --reload`",
         ),
     })
 }

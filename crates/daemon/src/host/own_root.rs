@@ -20,7 +20,7 @@
 //!
 //! [`attempt`] tries everything in a copy of the process first: whatever fails there (the file
 //! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was.
-//! What fails in [`enter`] after that ends the process: it has left the host's root, and is not yet
+//! A failure in [`enter`] after that ends the process: it has left the host's root, and is not yet
 //! in its own.
 
 use std::{
@@ -76,7 +76,7 @@ pub(crate) struct Contents<'a> {
     pub(crate) own: &'a [&'a Path],
     /// One more such folder, outside of that tree.
     pub(crate) elsewhere: Option<&'a Path>,
-    /// What is there, where it exists.
+    /// Other paths of the host: each is there, too, if it exists.
     pub(crate) others: &'a [&'a Path],
 }
 
@@ -225,7 +225,7 @@ fn included(others: &[&Path], elsewhere: Option<&Path>, mounts: &[MountInfo]) ->
     included
 }
 
-/// What is at `path`; `None` if nothing is.
+/// The item of the root for `path`; `None` if nothing is there, or a FIFO or a socket.
 fn place(path: &Path) -> io::Result<Option<RootItem>> {
     let kind = match path.symlink_metadata() {
         Ok(metadata) => metadata.file_type(),

@@ -9,5 +9,6 @@
 pub(crate) mod client;
 pub(crate) mod link;
 pub mod protocol;
+pub(crate) mod silence;
 pub mod status_socket;
 pub(crate) mod wire;

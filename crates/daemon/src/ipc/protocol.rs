@@ -125,6 +125,30 @@ pub enum Request {
     },
 }
 
+impl Request {
+    /// The name of its kind, as in the message.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Mount(_) => "mount",
+            Self::AskHelper { .. } => "ask-helper",
+            Self::Placed { .. } => "placed",
+            Self::Map(_) => "map",
+            Self::Mappings { .. } => "mappings",
+            Self::Record { .. } => "record",
+            Self::Recorded { .. } => "recorded",
+            Self::Pin { .. } => "pin",
+            Self::Status => "status",
+            Self::Cache(_) => "cache",
+            Self::BeginLetGo { .. } => "begin-let-go",
+            Self::LetGo { .. } => "let-go",
+            Self::Log { .. } => "log",
+            Self::Waits { .. } => "waits",
+            Self::AwaitRelease { .. } => "await-release",
+            Self::Shutdown { .. } => "shutdown",
+        }
+    }
+}
+
 /// A request about the host's cache.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 #[serde(tag = "do", rename_all = "kebab-case")]
@@ -158,7 +182,7 @@ pub enum CacheRequest {
     },
 }
 
-/// A part of the cache, its chunks and its limit. A chunk counts for the image that brought it.
+/// A part of the cache, its chunks and its limit. A chunk counts for the image that fetched it.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 pub struct PartOfCache {
     /// The part.

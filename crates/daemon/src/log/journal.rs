@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    /// What standard error gets, with a journal behind a socket that `events` may end.
+    /// The lines of standard error, with a journal behind a socket that `events` may end.
     fn logged(journal: Journal, events: impl FnOnce()) -> String {
         logged_while(journal, &super::super::ENDING, events)
     }

@@ -261,8 +261,8 @@ impl Line {
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 
-    /// Another process is needed. The sockets end first, because threads that cannot be killed keep
-    /// them open.
+    /// Ends this process, so that the supervisor starts another one. It shuts the sockets down
+    /// first, because threads that cannot be killed keep them open.
     fn give_up(&self, why: &str) -> ! {
         log::prepare_to_end();
         tracing::error!("{why}: making way for another opener");

@@ -236,6 +236,7 @@ impl Serving {
             // The supervisor knows the folders.
             folder: None,
             earlier: Vec::new(),
+            layers: None,
             problem,
             scrubbing: lock(&self.scrub).is_some(),
             used: report.used,

@@ -84,15 +84,10 @@ fn area_status(area: &Area) -> AreaStatus {
 
 fn cache_status(status: burgeon_volume::Status, cache: &HostCache) -> CacheStatus {
     let (state, reason) = match status.cache {
-        CacheState::Writing if cache.limit < u64::from(burgeon_cache::CHUNK_LEN_MAX) => {
-            let HostCache { limit, free, floor, .. } = cache;
-            let why = format!(
-                "no space: {free} bytes of its disk are free, it leaves {floor} free, and may take \
-                 {limit}"
-            );
-            ("full", Some(why))
-        }
-        CacheState::Writing => ("writing", None),
+        CacheState::Writing => match cache.lacks_space() {
+            Some(why) => ("full", Some(why)),
+            None => ("writing", None),
+        },
         CacheState::NoSpace { reason } => ("full", Some(reason)),
         CacheState::Stopped { reason } => ("stopped", Some(reason)),
     };

@@ -15,7 +15,7 @@ use burgeon_cache::{Amount, Settings};
 use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
-use super::{files, paths::StateDir};
+use super::{files, layers::LayerShare, paths::StateDir};
 use crate::id::DigestText;
 
 /// An amount of space for the host's cache.
@@ -63,6 +63,9 @@ pub(crate) struct Bounds {
     /// Limits of single images and stores.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) parts: Vec<PartLimit>,
+    /// What stored layers leave of the limit; the supervisor says so.
+    #[serde(skip)]
+    pub(crate) left_by_layers: Option<u64>,
 }
 
 /// Most limits of single images and stores.
@@ -73,7 +76,7 @@ static CONFIGURED: OnceLock<Bounds> = OnceLock::new();
 
 /// Takes the bounds of the configuration; only the first call in a process has an effect.
 pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>, is_shared: bool) {
-    let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared, parts: Vec::new() });
+    let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared, ..Bounds::default() });
 }
 
 /// The floor that `burgeon cache resize` has set, if it has.
@@ -94,6 +97,7 @@ impl Bounds {
             keep_free: changed.keep_free.or(configured.keep_free),
             is_shared: configured.is_shared,
             parts: changed.parts,
+            left_by_layers: LayerShare::read(state).left,
         })
     }
 
@@ -147,8 +151,15 @@ impl Bounds {
         Err(Error::new(ErrorKind::Invalid, "the cache cannot have more than 100 % of a disk"))
     }
 
-    /// The limit and the floor.
+    /// The limit of chunks and the floor.
     pub(crate) fn amounts(&self) -> (Option<Amount>, Amount) {
+        let (limit, keep_free) = self.without_layers();
+        let left = self.left_by_layers.map(Amount::Bytes);
+        (limit.map(|limit| left.unwrap_or(limit)), keep_free)
+    }
+
+    /// The limit of chunks and layers, and the floor.
+    pub(crate) fn without_layers(&self) -> (Option<Amount>, Amount) {
         let amount = |amount| match amount {
             CacheAmount::Bytes(bytes) => Amount::Bytes(bytes),
             CacheAmount::Percent(percent) => Amount::Percent(percent),
@@ -216,7 +227,7 @@ mod tests {
         let state = StateDir::open(folder.path()).unwrap();
         let [small, large] = [1 << 20, 1 << 30].map(|bytes| Some(CacheAmount::Bytes(bytes)));
         let configured =
-            Bounds { limit: small, keep_free: small, is_shared: true, parts: Vec::new() };
+            Bounds { limit: small, keep_free: small, is_shared: true, ..Bounds::default() };
         super::files::publish_json(&state.configured_cache(), &configured).unwrap();
         assert_eq!(Bounds::read(&state).unwrap(), configured);
         Bounds { limit: large, ..Bounds::default() }.write(&state).unwrap();

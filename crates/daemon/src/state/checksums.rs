@@ -63,7 +63,7 @@ impl ChecksumPath {
             // A failure is one to open the file.
             let _ = path.parent().map_or(Ok(()), make_private);
         }
-        // What cannot be removed is refused below.
+        // A file that cannot be removed is refused below.
         let _ = files::make_way(&path);
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);

@@ -17,6 +17,7 @@ pub(crate) mod files;
 pub(crate) mod gc;
 pub(crate) mod grants;
 pub(crate) mod images;
+pub(crate) mod layers;
 pub(crate) mod paths;
 pub(crate) mod pins;
 pub(crate) mod prepared;

@@ -210,6 +210,16 @@ impl StateDir {
         self.run().join("cache.json")
     }
 
+    /// The folder that names images whose stored layers stay.
+    pub(crate) fn kept_layers(&self) -> PathBuf {
+        self.root.join("kept")
+    }
+
+    /// What stored layers take of the host's cache.
+    pub(crate) fn layer_share(&self) -> PathBuf {
+        self.run().join("layers.json")
+    }
+
     /// The folder of profiles whose images' stores are read-only.
     pub fn profiles(&self) -> PathBuf {
         self.root.join("profiles")
@@ -273,8 +283,8 @@ impl StateDir {
         self.mount(id).join("plain")
     }
 
-    /// What this kernel did to a scratch file system whose file was exchanged. Not in `run`, which
-    /// is the server's to write.
+    /// The record of what this kernel did to a scratch file system whose file was exchanged. Not in
+    /// `run`, which is the server's to write.
     pub(crate) fn exchange_trial(&self) -> PathBuf {
         self.root.join("exchange.json")
     }

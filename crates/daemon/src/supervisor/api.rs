@@ -85,7 +85,7 @@ impl Supervisor {
                 false => Ok(()),
             };
             if let Err(refusal) = checked.and_then(|()| self.refuse_plain(&request)) {
-                wire::send(stream, &Reply::Failed(refusal.into()), &[])?;
+                wire::send(stream, &refuse(request.name(), refusal), &[])?;
                 continue;
             }
             match request {
@@ -117,92 +117,104 @@ impl Supervisor {
         Err(Error::new(ErrorKind::Invalid, what))
     }
 
-    fn answer(
+    pub(super) fn answer(
         self: &Arc<Self>,
         stream: &UnixStream,
         request: Request,
         fds: Vec<OwnedFd>,
     ) -> Result<()> {
-        let refused = |e: Error| Reply::Failed(e.into());
-        let reply = match request {
-            Request::Mount(request) => match self.mount(*request) {
-                Ok((mounted, mount)) => {
-                    let id = mounted.id;
-                    let sent = wire::send(stream, &Reply::Mounted(mounted), &[mount.as_fd()]);
-                    drop(mount);
-                    self.handed_out(id);
-                    return sent;
-                }
-                Err(e) => refused(e),
-            },
-            Request::Map(request) => match self.map(&request, fds.into_iter().next()) {
-                Ok((start, notes, area)) => {
-                    return wire::send(stream, &Reply::Mapped { start, notes }, &[area.as_fd()]);
-                }
-                Err(e) => refused(e),
-            },
-            Request::Mappings { id } => match self.mappings(id) {
-                Ok(mappings) => mappings,
-                Err(e) => refused(e),
-            },
-            Request::Pin { id, path, ranges } => match self.pin(id, &path, &ranges) {
-                Ok(()) => Reply::Done,
-                Err(e) => refused(e),
-            },
-            Request::Placed { id, target } => match self.placed(id, target) {
-                Ok(()) => Reply::Done,
-                Err(e) => refused(e),
-            },
-            Request::Record { id } => match self.start_recording(id) {
-                Ok(()) => Reply::Done,
-                Err(e) => refused(e),
-            },
-            Request::Recorded { id } => match self.finish_recording(id) {
-                Ok((cut_short, reads)) => {
-                    return wire::send(stream, &Reply::Recorded { cut_short }, &[reads.as_fd()]);
-                }
-                Err(e) => refused(e),
-            },
-            Request::AskHelper { helper, registry } => {
-                Reply::HelperSaid(burgeon_source::registry::ask_helper(&helper, &registry))
+        let name = request.name();
+        match self.answer_with_descriptor(stream, request, fds) {
+            Ok(Answered::Sent(sent)) => sent,
+            Ok(Answered::No(request)) => {
+                let reply = self.reply(stream, request).unwrap_or_else(|e| refuse(name, e));
+                wire::send(stream, &reply, &[])
             }
-            Request::Status => Reply::Status(Box::new(self.status())),
-            Request::Cache(request) => match self.cache(request, Some(stream)) {
-                Ok(answer) => Reply::Cache(answer),
-                Err(e) => refused(e),
-            },
-            Request::BeginLetGo { id, reserve } => match self.begin_let_go(id, reserve) {
-                Ok(later) => Reply::LetGo { later },
-                Err(e) => refused(e),
-            },
-            Request::LetGo { id } => match self.change_to_plain(id) {
-                Ok(()) => Reply::Done,
-                Err(e) => refused(e),
-            },
-            Request::Log { level, json } => match self.change_log(level.as_deref(), json) {
-                Ok((level, json)) => Reply::Log { level, json },
-                Err(e) => refused(e),
-            },
-            Request::Waits { id, after } => match self.waits(id, after) {
-                Ok(waits) => Reply::Waits { waits },
-                Err(e) => refused(e),
-            },
-            Request::AwaitRelease { id, timeout_ms } => {
-                match self.await_release(id, Duration::from_millis(timeout_ms)) {
-                    Ok(()) => Reply::Done,
-                    Err(e) => refused(e),
-                }
-            }
-            Request::Shutdown { force } => match self.try_stop(force) {
-                Ok(()) => {
-                    let _ = wire::send(stream, &Reply::Done, &[]);
-                    self.end();
-                }
-                Err(e) => refused(e),
-            },
-        };
-        wire::send(stream, &reply, &[])
+            Err(e) => wire::send(stream, &refuse(name, e), &[]),
+        }
     }
+
+    /// Answers a request whose answer has a descriptor.
+    fn answer_with_descriptor(
+        self: &Arc<Self>,
+        stream: &UnixStream,
+        request: Request,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Answered> {
+        let sent = match request {
+            Request::Mount(request) => {
+                let (mounted, mount) = self.mount(*request)?;
+                let id = mounted.id;
+                let sent = wire::send(stream, &Reply::Mounted(mounted), &[mount.as_fd()]);
+                drop(mount);
+                self.handed_out(id);
+                sent
+            }
+            Request::Map(request) => {
+                let (start, notes, area) = self.map(&request, fds.into_iter().next())?;
+                wire::send(stream, &Reply::Mapped { start, notes }, &[area.as_fd()])
+            }
+            Request::Recorded { id } => {
+                let (cut_short, reads) = self.finish_recording(id)?;
+                wire::send(stream, &Reply::Recorded { cut_short }, &[reads.as_fd()])
+            }
+            request => return Ok(Answered::No(request)),
+        };
+        Ok(Answered::Sent(sent))
+    }
+
+    /// The answer to any other request.
+    fn reply(self: &Arc<Self>, stream: &UnixStream, request: Request) -> Result<Reply> {
+        let done = |()| Reply::Done;
+        match request {
+            Request::Mount(_) | Request::Map(_) | Request::Recorded { .. } => {
+                Err(Error::new(ErrorKind::Invalid, "the answer to this request has a descriptor"))
+            }
+            Request::Mappings { id } => self.mappings(id),
+            Request::Pin { id, path, ranges } => self.pin(id, &path, &ranges).map(done),
+            Request::Placed { id, target } => self.placed(id, target).map(done),
+            Request::Record { id } => self.start_recording(id).map(done),
+            Request::AskHelper { helper, registry } => {
+                let said = burgeon_source::registry::ask_helper(&helper, &registry);
+                Ok(Reply::HelperSaid(said))
+            }
+            Request::Status => Ok(Reply::Status(Box::new(self.status()))),
+            Request::Cache(request) => self.cache(request, Some(stream)).map(Reply::Cache),
+            Request::BeginLetGo { id, reserve } => {
+                self.begin_let_go(id, reserve).map(|later| Reply::LetGo { later })
+            }
+            Request::LetGo { id } => self.change_to_plain(id).map(done),
+            Request::Log { level, json } => {
+                let (level, json) = self.change_log(level.as_deref(), json)?;
+                Ok(Reply::Log { level, json })
+            }
+            Request::Waits { id, after } => {
+                self.waits(id, after).map(|waits| Reply::Waits { waits })
+            }
+            Request::AwaitRelease { id, timeout_ms } => {
+                self.await_release(id, Duration::from_millis(timeout_ms)).map(done)
+            }
+            Request::Shutdown { force } => {
+                self.try_stop(force)?;
+                let _ = wire::send(stream, &Reply::Done, &[]);
+                self.end();
+            }
+        }
+    }
+}
+
+/// Whether a request was answered.
+enum Answered {
+    /// With a descriptor; the answer was sent, or could not be.
+    Sent(Result<()>),
+    /// Not yet.
+    No(Request),
+}
+
+/// The answer to a client whose request, called `name`, is refused or has failed.
+fn refuse(name: &str, error: Error) -> Reply {
+    tracing::info!(request = name, %error, "a request was refused");
+    Reply::Failed(error.into())
 }
 
 /// False for requests that only look, and for those of servers of earlier versions.

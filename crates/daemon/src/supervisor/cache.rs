@@ -10,13 +10,19 @@ use std::{os::unix::net::UnixStream, path::Path, sync::PoisonError, time::Durati
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Supervisor;
+use super::{Supervisor, layers::renew_share};
 use crate::{
     ipc::{
         link::CacheOrder,
-        protocol::{CacheAnswer, CacheRequest, HostCache},
+        protocol::{CacheAnswer, CacheRequest, Failure, HostCache},
     },
-    state::{cache::Bounds, cache_dir::CacheDir, complete, space},
+    state::{
+        cache::Bounds,
+        cache_dir::CacheDir,
+        complete,
+        layers::{self, LayerShare},
+        space,
+    },
 };
 
 /// Pause between two looks whether the client of a scrub is still there.
@@ -50,16 +56,47 @@ impl Supervisor {
                 let keep_free = keep_free.or(bounds.keep_free);
                 let bounds = Bounds { limit, keep_free, ..bounds }.with_parts(parts);
                 bounds.write(&self.state)?;
+                renew_share(&self.state)?;
                 CacheOrder::Resize
             }
             CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
             CacheRequest::Drop { digest } => CacheOrder::Drop { digest },
             CacheRequest::Scrub { bytes_per_second } => CacheOrder::Scrub { bytes_per_second },
         };
+        let wanted = match order {
+            CacheOrder::Evict { bytes } => bytes,
+            _ => 0,
+        };
+        let Some((answer, failure)) = self.ordered(order, client) else { return Err(no_server()) };
+        if let Some(failure) = failure {
+            return Err(failure.into());
+        }
+        let mut freed = dropped.map_or(Ok(0), |image| complete::forget(&self.state, &image))?;
+        // Chunks go first: those that are read again come back one by one.
+        if let Some(wanted) = wanted.checked_sub(answer.bytes).filter(|wanted| *wanted > 0) {
+            freed += layers::evict(&self.state, wanted)?;
+        }
+        let dir = CacheDir::read(&self.state);
+        let cache = HostCache {
+            folder: Some(dir.folder(&self.state)),
+            earlier: dir.earlier(),
+            // After an eviction, the share is a second old.
+            layers: Some(layers::evictable(&self.state)?.iter().map(|layer| layer.bytes).sum()),
+            ..with_layers(answer.cache.clone(), LayerShare::read(&self.state))
+        };
+        Ok(CacheAnswer { bytes: answer.bytes + freed, cache, ..answer })
+    }
+
+    /// Has the server carry out an order; `None` if there is no server, or it dies meanwhile.
+    pub(super) fn ordered(
+        &self,
+        order: CacheOrder,
+        client: Option<&UnixStream>,
+    ) -> Option<(CacheAnswer, Option<Failure>)> {
         let scrubber = client.filter(|_| matches!(order, CacheOrder::Scrub { .. }));
         let mut table = self.table();
         let server = table.server_pid;
-        let number = table.order(order).ok_or_else(no_server)?;
+        let number = table.order(order)?;
         let is_pending = |table: &mut super::table::Table| {
             !table.cache_answers.contains_key(&number) && table.server_pid == server
         };
@@ -75,23 +112,7 @@ impl Supervisor {
                 break;
             }
         }
-        let answered = table.take_answer(number);
-        // Looking at folders may take long.
-        drop(table);
-        match answered {
-            Some((answer, None)) => {
-                let freed = dropped.map_or(Ok(0), |image| complete::forget(&self.state, &image))?;
-                let dir = CacheDir::read(&self.state);
-                let cache = HostCache {
-                    folder: Some(dir.folder(&self.state)),
-                    earlier: dir.earlier(),
-                    ..answer.cache.clone()
-                };
-                Ok(CacheAnswer { bytes: answer.bytes + freed, cache, ..answer })
-            }
-            Some((_, Some(failure))) => Err(failure.into()),
-            None => Err(no_server()),
-        }
+        table.take_answer(number)
     }
 }
 
@@ -112,8 +133,14 @@ impl Supervisor {
     }
 }
 
+/// The server's figures, which know nothing of stored layers, with these.
+pub(super) fn with_layers(cache: HostCache, share: LayerShare) -> HostCache {
+    let of_limit = if share.left.is_some() { share.bytes } else { 0 };
+    HostCache { layers: Some(share.bytes), limit: cache.limit.saturating_add(of_limit), ..cache }
+}
+
 fn no_server() -> Error {
-    let what = "no server of this version has the cache now: one runs while something is mounted; a new size is \
-                kept for the next one";
+    let what = "no server of this version runs, and only a server opens the cache: one runs while an \
+                image is mounted; a new size takes effect when it starts";
     Error::new(ErrorKind::Unavailable, what)
 }

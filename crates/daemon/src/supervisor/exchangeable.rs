@@ -1,4 +1,4 @@
-//! Whether this kernel bears that the file below a mounted file system is exchanged.
+//! Finds out if this kernel bears that the file below a mounted file system is exchanged.
 //!
 //! ```text
 //!   first use in this boot ─► a helper does it to a scratch file system (`exchange/probe.rs`)

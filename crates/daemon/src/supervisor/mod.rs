@@ -15,6 +15,11 @@
 //!   hold ──► copies of /dev/fuse and slots, with systemd or a process
 //! ```
 //!
+//! Each request of a client and each thread is a file, with the methods of [`Supervisor`] for it:
+//! they all need the table, under its one lock, and the state directory. What can be decided
+//! without them is a part of its own (`table`, `plan`, `grants`, `totals`, `exchange`), with tests
+//! that have no supervisor.
+//!
 //! Invariants:
 //! - One supervisor per state directory: it holds `run/lock` as long as it lives.
 //! - It takes over the descriptors held for it (`hold.rs`) before it starts a server.
@@ -32,6 +37,7 @@ mod grants;
 mod grow;
 pub(crate) mod helper;
 mod hold;
+mod layers;
 mod logging;
 mod map;
 mod mend;
@@ -101,7 +107,7 @@ pub(crate) struct Supervisor {
     granting: Mutex<()>,
     /// Lifetime totals.
     counting: totals::Counting,
-    /// What the last reader of the status was told.
+    /// The last status that a reader was given.
     recent: status_socket::Recent,
 }
 
@@ -189,6 +195,8 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.tend_thin();
     let counter = Arc::clone(&supervisor);
     thread::spawn(move || counter.count_for_ever());
+    let bounder = Arc::clone(&supervisor);
+    thread::spawn(move || bounder.bound_layers_for_ever());
     match status {
         Ok(status) => {
             let teller = Arc::clone(&supervisor);

@@ -117,11 +117,13 @@ impl Supervisor {
         };
         let planned = Plan::make(&self.state, request, store, id, &mapped);
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
-        let made = self.make(id, request, &mut plan);
-        if made.is_err() {
-            // The record names the files to serve it from.
-            let record = self.table().mounts.get(&id).map(|entry| entry.record.clone());
-            let is_damage = matches!(&made, Err(e) if e.kind() == ErrorKind::Corrupt);
+        // The record names the files to serve it from.
+        let mut record = None;
+        let made = self.make(id, request, &mut plan, &mut record);
+        if let Err(error) = &made {
+            // A damaged version is one that nobody knows.
+            let is_damage =
+                matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::UnsupportedFormat);
             let mended = record.filter(|_| is_damage).map(|record| mend(&self.state, &record));
             self.abandon(id);
             plan.undo(&self.state);
@@ -173,6 +175,7 @@ impl Supervisor {
         id: MountId,
         request: &MountRequest,
         plan: &mut Plan,
+        made_of: &mut Option<MountRecord>,
     ) -> Result<(Mounted, OwnedFd)> {
         let folder = self.state.mount(id);
         let digest = plan.base.digest;
@@ -217,6 +220,7 @@ impl Supervisor {
             plain: channel.is_plain(),
             plain_of_image,
         };
+        *made_of = Some(record.clone());
         access::keep(&folder, &plan.store, &request.access)?;
         if let Some(area) = &plan.area {
             images::keep_access(&self.state, id, area, &request.access)?;
@@ -243,6 +247,7 @@ impl Supervisor {
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
         plan.notes.extend(self.reserve_plain(id));
+        plan.notes.extend(self.useless_cache());
         // Not earlier: until here a helper may wait for the connection, which must end with us.
         self.hold(id);
         let mounted = Mounted {
@@ -292,6 +297,21 @@ impl Supervisor {
         Some(format!(
             "reads of mapped data give I/O errors: {problem}; `burgeon doctor` names \
             the remedy"
+        ))
+    }
+
+    /// A note for the user if the cache keeps nothing, as far as the server has told.
+    fn useless_cache(&self) -> Option<String> {
+        let last = self.table().cache.clone();
+        // The first mount of a daemon finds no report.
+        let cache = match last {
+            None => self.fresh_table().cache.clone()?,
+            Some(cache) => cache,
+        };
+        let why = cache.problem.clone().or_else(|| cache.lacks_space())?;
+        Some(format!(
+            "the cache keeps nothing, so what is read is fetched, and perhaps again later: {why}; \
+             see `burgeon cache status`"
         ))
     }
 

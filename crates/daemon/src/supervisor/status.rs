@@ -6,6 +6,7 @@ use burgeon_block::{Counters, HistogramSnapshot};
 
 use super::{
     Supervisor,
+    cache::with_layers,
     table::{MountEntry, Serving, Table},
 };
 use crate::{
@@ -13,7 +14,7 @@ use crate::{
         link::ToServer,
         protocol::{Latency, MountStatus, ReadStatus, Status},
     },
-    state::pins::Pins,
+    state::{layers::LayerShare, pins::Pins},
     transport::PLAIN,
 };
 
@@ -23,6 +24,7 @@ const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     pub(super) fn status(&self) -> Status {
+        let share = LayerShare::read(&self.state);
         let table = self.fresh_table();
         Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -32,7 +34,11 @@ impl Supervisor {
             server_restarts: table.server_restarts,
             opener_pid: table.opener.as_ref().map(|(_, pid)| *pid),
             mounts: table.mounts.values().map(|entry| describe(entry, &table)).collect(),
-            cache: table.cache.clone().filter(|_| table.link.is_some()),
+            cache: table
+                .cache
+                .clone()
+                .filter(|_| table.link.is_some())
+                .map(|cache| with_layers(cache, share)),
         }
     }
 

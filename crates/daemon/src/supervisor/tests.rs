@@ -28,7 +28,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::{FromServer, ToServer, Understands},
-        protocol::{MountRequest, WritesRequest},
+        protocol::{MountRequest, Reply, Request, WritesRequest},
         wire,
     },
     state::{files::Lock, paths::StateDir},
@@ -204,4 +204,18 @@ fn a_new_server_is_told_of_every_mount_and_the_end_of_one_is_noticed() {
     let server = supervised.connect();
     let again: Vec<_> = ids.iter().map(|id| server.told_to_attach(*id)).collect();
     assert!(told[1].0 < again[0].0 && again[0].0 < again[1].0);
+}
+
+#[test]
+fn a_refused_request_is_an_event_with_its_kind_and_cause() {
+    let supervised = Supervised::new();
+    let (client, stream) = UnixStream::pair().unwrap();
+    let events = testkit::Events::gather();
+    let request = Request::Mappings { id: MountId::from_number(7) };
+    supervised.supervisor.answer(&stream, request, Vec::new()).unwrap();
+    let said = events.take();
+    let begin = "INFO a request was refused request=\"mappings\" error=";
+    assert!(said.len() == 1 && said[0].starts_with(begin), "{said:?}");
+    let reply = wire::receive::<Reply>(&client).unwrap().unwrap().0;
+    assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
 }

@@ -37,9 +37,9 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// The totals of this supervisor.
 #[derive(Default)]
 pub(super) struct Counting {
-    /// What has been seen; `None` before the file was read, and if a later version has written it.
+    /// The totals; `None` before the file was read, and if a later version has written it.
     seen: Mutex<Option<Totals>>,
-    /// What the file has.
+    /// The totals in the file.
     durable: Mutex<Option<Arc<Totals>>>,
     /// Held while the file is written.
     writing: Mutex<()>,
@@ -142,7 +142,7 @@ impl Supervisor {
         !is_known && !self.state.mounts().join(id).exists()
     }
 
-    /// What the server's cache has done, and which server that is.
+    /// The counters of the server's cache, and the process of that server.
     fn cache_figures(&self) -> Option<(u32, CacheValues)> {
         let mut table = self.table();
         let pid = table.server_pid?;

@@ -12,7 +12,9 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, BlockDevice, ByteRange, Pages, Result};
 use tokio::sync::SemaphorePermit;
 
-use super::{Answer, Call, Changes, Engine, Handled, Parked, Read, Request, life::InWork};
+use super::{
+    Answer, Call, Changes, Engine, Handled, Parked, Read, Request, life::InWork, panicked,
+};
 
 impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
     /// Reads in a task of the runtime.
@@ -33,10 +35,11 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
     /// The task of a miss.
     async fn read_later<P: Parked>(self: Arc<Self>, read: Read, mut task: Task<P>) {
         let Some(parked) = &mut task.parked else { return };
+        let request = Request::Read { at: read.at, len: read.len };
         let result = tokio::select! {
             biased;
             () = self.life.cancelled() => return,
-            result = caught(self.fetch(&read, parked)) => result,
+            result = caught(request, self.fetch(&read, parked)) => result,
         };
         let counters = self.counters();
         if result.is_ok() {
@@ -76,7 +79,7 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         let result = tokio::select! {
             biased;
             () = self.life.cancelled() => return,
-            result = caught(self.apply(request, parked)) => result,
+            result = caught(request, self.apply(request, parked)) => result,
         };
         task.answer(match (result, request) {
             (Ok(()), Request::Write { len, .. }) => Answer::Written(len),
@@ -138,13 +141,16 @@ impl<P: Parked> Task<P> {
     }
 }
 
-/// Runs `future`; a panic in it is EIO.
-async fn caught<T>(future: impl Future<Output = Result<T, i32>>) -> Result<T, i32> {
+/// Runs `future` for `request`; a panic in it is EIO.
+async fn caught<T>(
+    request: Request,
+    future: impl Future<Output = Result<T, i32>>,
+) -> Result<T, i32> {
     let mut future = pin!(future);
     std::future::poll_fn(|context| {
         let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
         // It is not polled again after a panic, because this is ready then.
-        polled.unwrap_or(Poll::Ready(Err(libc::EIO)))
+        polled.unwrap_or_else(|_panic| Poll::Ready(Err(panicked(request))))
     })
     .await
 }

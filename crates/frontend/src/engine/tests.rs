@@ -374,10 +374,15 @@ fn requests_beyond_the_device_or_of_part_of_a_block_are_refused() {
 #[test]
 fn errors_and_panics_reach_the_reader_as_an_errno() {
     let rig = Rig::<ReadOnly>::new(Fake::saying([Say::Fail, Say::Panic]));
+    let events = testkit::Events::gather();
     for errno in [libc::ENOSPC, libc::EIO] {
         assert_eq!(rig.read(0, 1), Handled::Answered);
         assert_eq!(rig.sent(), Sent::Failed(errno));
     }
+    let said = events.take();
+    let told = "ERROR the code of the device panicked: the request gets an I/O error \
+                request=Read { at: 0, len: 4096 }";
+    assert_eq!(said, [told]);
     let rig2 = Rig::<Writable>::new(Fake { panics: true, ..Fake::new() });
     assert_eq!(rig2.read(0, 1), Handled::Parked);
     assert_eq!(rig2.sent(), Sent::Failed(libc::EIO));

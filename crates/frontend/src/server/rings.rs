@@ -192,11 +192,17 @@ impl engine::Parked for Parked {
 
 impl Drop for Parked {
     fn drop(&mut self) {
-        if self.entry.is_some() {
+        if self.entry.as_ref().is_some_and(|entry| is_read(&entry.request())) {
             self.control.slots.counters().failed_reads.add(1);
         }
         self.finish(Err(libc::EIO));
     }
+}
+
+/// True for the request of a read.
+fn is_read(request: &[u8]) -> bool {
+    let operation = Request::parse(request).map(|request| request.operation);
+    matches!(operation, Some(Operation::Device(engine::Request::Read { .. })))
 }
 
 /// Puts an answer into an entry: so many bytes of its payload, or an errno.
@@ -355,7 +361,18 @@ fn pin(cpu: u16) {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_cpus;
+    use super::{is_read, parse_cpus};
+
+    #[test]
+    fn a_read_is_told_from_a_write() {
+        // The opcode of a header of 40 bytes, and 40 bytes of arguments.
+        let request = |opcode: u32| {
+            let mut bytes = [0; 80];
+            bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
+            bytes
+        };
+        assert_eq!([15, 16, 20].map(|opcode| is_read(&request(opcode))), [true, false, false]);
+    }
 
     #[test]
     fn cpus_are_counted_from_the_kernels_list() {

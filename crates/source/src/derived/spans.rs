@@ -1,8 +1,10 @@
 //! A cache of unpacked spans.
 //!
 //! A chunk is shorter than a span, and neighbours are read together, so the span that one of them
-//! unpacks serves the others. Invariants: concurrent readers of a span share one fetch; the cache
-//! and the spans being unpacked have bounds.
+//! unpacks serves the others. This is a single-flight of its own, below the two of the volume:
+//! those go by chunk and key, and a fetch that asks for a span already holds its place and permits
+//! there. To take a second turn in the same table, it would wait for itself. Invariants: concurrent
+//! readers of a span share one fetch; the cache and the spans being unpacked have bounds.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -119,6 +119,11 @@ impl<R: Read> Digesting<R> {
         Self { inner, hasher: Sha256::new() }
     }
 
+    /// The stream that it reads from.
+    pub fn inner(&self) -> &R {
+        &self.inner
+    }
+
     /// The digest of all bytes read.
     pub fn digest(self) -> OciDigest {
         OciDigest::from_hasher(self.hasher)

@@ -54,13 +54,13 @@ pub(super) fn configured() -> Option<Providers> {
 /// The answer of the process that runs the plugins.
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum Answer {
-    /// What those printed that match the image.
+    /// The answers of those that match the image.
     Printed(Vec<Printed>),
     /// Why there is nothing: in words of that process, and without those of a plugin.
     Failed(String),
 }
 
-/// What one plugin printed.
+/// The answer of one plugin.
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) struct Printed {
     /// Of the file; for a response without a duration.

@@ -70,7 +70,12 @@ impl<F, L: LogFile> MappedSlot<F, L> {
             }
             Err(error) => Some(error.to_string()),
         };
-        *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+        let mut known = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        // It is tried again at each new mapping: only a change is an event.
+        if let Some(error) = problem.as_deref().filter(|_| problem != *known) {
+            tracing::error!(size = self.size, error, "mapped content cannot be read");
+        }
+        *known = problem;
     }
 
     pub(super) fn size(&self) -> u64 {

@@ -316,7 +316,12 @@ where
         match piece.zip(offset) {
             Some((piece, offset)) => Ok((extent, piece, offset)),
             None => {
-                Err(Error::new(ErrorKind::Corrupt, format!("the extent at {at} is impossible")))
+                let error = Error::new(
+                    ErrorKind::Corrupt,
+                    format!("the extent of the map at {at} is impossible"),
+                );
+                tracing::error!(%range, %error, "readers get an I/O error");
+                Err(error)
             }
         }
     }
@@ -366,7 +371,7 @@ where
         let volume = self.cpu.run(move || open(&wanted)).await?.map_err(|error| {
             let what = format!("image {digest}, which is mapped, cannot be used");
             let error = Error::with_source(ErrorKind::Unavailable, what, error);
-            self.engine.outage.note(&error);
+            self.engine.outage.note(None, &error);
             error
         })?;
         let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! What a volume keeps of its background work: who reads meanwhile, and what was prefetched.
+//! The state of a volume's background work: who reads meanwhile, and which chunks were prefetched.
 
 use std::{
     sync::{

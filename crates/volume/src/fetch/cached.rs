@@ -37,6 +37,14 @@ pub(super) enum Cached {
     Unknown(Pages, CachedChunk),
 }
 
+/// The defect of a chunk in the cache.
+enum Problem {
+    /// The disk gives no bytes.
+    Unreadable,
+    /// So many of its blocks are not those that were stored.
+    Wrong { blocks: u64 },
+}
+
 impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
@@ -48,40 +56,51 @@ where
         let this = Arc::clone(self);
         let looked = self.cpu.run(move || this.judge(index, found)).await;
         // An error means that the runtime ends, or that the bytes are fetched.
-        let (cached, corrupt_blocks) = looked.unwrap_or((Cached::Absent, 0));
-        cost.cache_corrupt_blocks += corrupt_blocks;
+        let (cached, problem) = looked.unwrap_or((Cached::Absent, None));
+        let range = self.map.chunk(index).range;
+        match problem {
+            Some(Problem::Unreadable) => self.engine.outage.cached_unreadable(range),
+            Some(Problem::Wrong { blocks }) => {
+                cost.cache_corrupt_blocks += blocks;
+                self.engine.outage.cached_wrong(range, blocks);
+            }
+            None => {}
+        }
         cached
     }
 
-    /// Hashes a chunk of the cache. Returns also the number of its corrupt blocks.
-    fn judge(&self, index: u32, found: CachedChunk) -> (Cached, u64) {
+    /// Hashes a chunk of the cache. If its bytes are wrong, the cache has forgotten it.
+    fn judge(&self, index: u32, found: CachedChunk) -> (Cached, Option<Problem>) {
         let chunk = self.map.chunk(index);
-        let Some(mut pages) = Pages::zeroed(chunk.range.len()) else { return (Cached::Absent, 0) };
+        let Some(mut pages) = Pages::zeroed(chunk.range.len()) else {
+            return (Cached::Absent, None);
+        };
         if !self.residency.read_found(&found, pages.bytes_mut()) {
             // If it is still there, it has to be written elsewhere.
-            self.residency.doubt(index, &found);
-            return (Cached::Absent, 0);
+            let is_there = self.residency.doubt(index, &found);
+            return (Cached::Absent, is_there.then_some(Problem::Unreadable));
         }
         let bytes = pages.bytes();
         if chunk.codec == Codec::Verified {
             let offset = self.offset(chunk.range);
             let recorded = self.checksums.verify(offset, bytes, |_, _| {});
             return match recorded {
-                Ok(true) => (Cached::Right(pages), 0),
-                _ => (Cached::Unknown(pages, found), 0),
+                Ok(true) => (Cached::Right(pages), None),
+                _ => (Cached::Unknown(pages, found), None),
             };
         }
         if Digest::of(bytes) != chunk.digest {
             let is_corrupt = self.residency.doubt(index, &found) && !is_hole(bytes);
-            let blocks = if is_corrupt { self.wrong_blocks(index, bytes).max(1) } else { 0 };
-            return (Cached::Absent, blocks);
+            let problem = is_corrupt
+                .then(|| Problem::Wrong { blocks: self.wrong_blocks(index, bytes).max(1) });
+            return (Cached::Absent, problem);
         }
         if !self.map.lacks_checksums()
             && check_blocks(&self.map, chunk.range.start(), bytes).is_err()
         {
             self.engine.outage.map_is_damaged();
         }
-        (Cached::Right(pages), 0)
+        (Cached::Right(pages), None)
     }
 
     /// Blocks of the chunk's `bytes` that have another checksum than is known of them.
@@ -104,6 +123,8 @@ where
         let blocks = |bytes| <[u8]>::chunks(bytes, BLOCK_SIZE as usize);
         let differing = blocks(pages.bytes()).zip(blocks(right)).filter(|(a, b)| a != b).count();
         if differing > 0 && self.residency.doubt(index, found) && !is_hole(pages.bytes()) {
+            let range = self.map.chunk(index).range;
+            self.engine.outage.cached_wrong(range, differing as u64);
             cost.cache_corrupt_blocks += differing as u64;
         }
     }

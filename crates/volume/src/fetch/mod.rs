@@ -331,7 +331,7 @@ mod tests {
     async fn after_a_give_up_readers_are_refused_for_a_moment_and_background_work_is_not() {
         let setup = Setup::new(4);
         let away = Error::new(ErrorKind::Unavailable, "away");
-        setup.engine.outage.gave_up(Some(1), &away, true);
+        setup.engine.outage.gave_up(Some(1), None, &away, true);
         assert_eq!(setup.now(1, None).err().map(|error| error.kind()), Some(away.kind()));
         assert!(matches!(setup.now(2, None), Ok(Joined::InFlight(_))));
         let permits = setup.engine.try_background_permits(None).unwrap();

@@ -1,17 +1,17 @@
 //! Outages of a source: their lines in the log, and the time that readers wait for their end.
 //!
 //! ```text
-//!   a try fails        ──► note:    `status`, and one line of the log for each outage
-//!   bytes are wrong    ──► wrong:   a line
+//!   a try fails        ──► note:    `status`, and a line for the first one of an outage
+//!   bytes are wrong    ──► wrong:   a line; those of the cache: cached_wrong
 //!   a fetch is given up ──► gave_up: a line, and for a moment the same chunk is EIO at once
 //!   good bytes         ──► good:    a line; readers that wait for a permit have the whole deadline again
 //! ```
 //!
 //! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks
 //! that were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
-//! [`LINES_WINDOW`] and volume, and the next line has the number of those left out; each wrong
-//! answer and each give-up is one event, of the level debug where its line was left out; at most
-//! [`GIVEN_UP_MAX`] chunks are remembered (`tests/volume.rs`).
+//! [`LINES_WINDOW`] and volume, and the next line has the number of those left out; each failed
+//! try, wrong answer and give-up is one event, of the level debug where its line was left out; at
+//! most [`GIVEN_UP_MAX`] chunks are remembered (`tests/volume.rs`).
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use std::{
 
 use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::Instant;
-use tracing::field::display;
+use tracing::{Value, field::display};
 
 use crate::Limits;
 
@@ -85,8 +85,8 @@ impl Outage {
         self.state().last.clone()
     }
 
-    /// A try has failed.
-    pub(crate) fn note(&self, error: &Error) {
+    /// A try to get a range of an object has failed.
+    pub(crate) fn note(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
         let text = error.to_string();
         let untold = {
             let mut state = self.state();
@@ -96,23 +96,57 @@ impl Outage {
             state.last = Some(text.clone());
             first.then(|| state.line()).flatten()
         };
-        if let Some(untold) = untold {
-            let image = &*self.image;
-            tracing::warn!(image, error = text, untold, "the source fails: trying again");
-        }
+        let (image, object, range) = self.fields(asked);
+        event!(warn, untold, image, object, range, error = text, "the source fails: trying again");
+    }
+
+    /// The fields of an event about a range of an object.
+    fn fields<'a>(
+        &'a self,
+        asked: Option<(&'a ObjectId, ByteRange)>,
+    ) -> (&'a str, Option<impl Value + 'a>, Option<impl Value + 'a>) {
+        let (object, range) = asked.unzip();
+        (&self.image, object.map(display), range.map(display))
     }
 
     /// The bytes that came of a range of an object are not those that were stored.
     pub(crate) fn wrong(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
         let untold = self.state().line();
-        let (image, object) = (&*self.image, asked.map(|(object, _)| display(object)));
-        let range = asked.map(|(_, range)| display(range));
+        let (image, object, range) = self.fields(asked);
         event!(error, untold, image, object, range, %error, "the source gave wrong bytes");
+    }
+
+    /// `blocks` of the chunk at `range` of the image, which the cache held, are not those that were
+    /// stored.
+    pub(crate) fn cached_wrong(&self, range: ByteRange, blocks: u64) {
+        let untold = self.state().line();
+        let (image, range) = (&*self.image, display(range));
+        event!(
+            error,
+            untold,
+            image,
+            range,
+            blocks,
+            "the cache held wrong bytes: they are forgotten, and fetched again"
+        );
+    }
+
+    /// The chunk at `range` of the image cannot be read from the cache.
+    pub(crate) fn cached_unreadable(&self, range: ByteRange) {
+        let untold = self.state().line();
+        let (image, range) = (&*self.image, display(range));
+        event!(warn, untold, image, range, "the cache cannot be read here: fetched again");
     }
 
     /// The fetch of `key` is given up because of `error`, which its readers get. If it
     /// `timed_out`, the next readers get an error at once, for a moment.
-    pub(crate) fn gave_up(&self, key: Option<u64>, error: &Error, timed_out: bool) {
+    pub(crate) fn gave_up(
+        &self,
+        key: Option<u64>,
+        asked: Option<(&ObjectId, ByteRange)>,
+        error: &Error,
+        timed_out: bool,
+    ) {
         let untold = {
             let mut state = self.state();
             if let Some(key) = key.filter(|_| timed_out) {
@@ -126,7 +160,8 @@ impl Outage {
             }
             state.line()
         };
-        event!(error, untold, image = &*self.image, %error, "readers get an I/O error");
+        let (image, object, range) = self.fields(asked);
+        event!(error, untold, image, object, range, %error, "readers get an I/O error");
     }
 
     /// Good bytes have come.
@@ -206,7 +241,7 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_block::{Error, ErrorKind};
+    use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId};
     use tokio::time::{Instant, sleep};
 
     use super::{GIVEN_UP_MAX, LINES_WINDOW, Outage};
@@ -222,7 +257,7 @@ mod tests {
         let outage = Outage::new(&Limits::default());
         let wrong = Error::new(ErrorKind::Corrupt, "a wrong digest");
         (0..10).for_each(|_| outage.wrong(None, &wrong));
-        outage.gave_up(None, &wrong, false);
+        outage.gave_up(None, None, &wrong, false);
         let said = events.take();
         let of = |level: &str| said.iter().filter(|line| line.starts_with(level)).count();
         assert_eq!((of("ERROR the source gave"), of("DEBUG the source gave")), (3, 7), "{said:?}");
@@ -235,12 +270,28 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn each_failed_try_is_an_event_with_its_object_and_range() {
+        let events = testkit::Events::gather();
+        let outage = Outage::new(&Limits::default());
+        let object = ObjectId::new("packs/a").unwrap();
+        let asked = ByteRange::new(0, 4096).map(|range| (&object, range));
+        (0..3).for_each(|_| outage.note(asked, &away()));
+        outage.gave_up(None, asked, &away(), true);
+        let said = events.take();
+        let of = |level: &str| said.iter().filter(|line| line.starts_with(level)).count();
+        assert_eq!((of("WARN the source fails"), of("DEBUG the source fails")), (1, 2), "{said:?}");
+        assert_eq!(of("ERROR readers get an I/O error"), 1, "{said:?}");
+        let is_named = |line: &String| line.contains("object=packs/a") && line.contains("range=");
+        assert!(said.len() == 4 && said.iter().all(is_named), "{said:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn the_deadline_moves_with_good_bytes_only() {
         let limits = Limits::default();
         let outage = Outage::new(&limits);
         let arrived = Instant::now();
         sleep(limits.deadline / 2).await;
-        outage.note(&away());
+        outage.note(None, &away());
         assert_eq!(outage.deadline(arrived), arrived + limits.deadline);
         outage.good();
         assert_eq!(outage.deadline(arrived), Instant::now() + limits.deadline);
@@ -251,18 +302,18 @@ mod tests {
         let limits = Limits::default();
         let outage = Outage::new(&limits);
         for key in 0..2 * GIVEN_UP_MAX as u64 {
-            outage.gave_up(Some(key), &away(), true);
+            outage.gave_up(Some(key), None, &away(), true);
         }
         assert_eq!(outage.state().given_up.len(), GIVEN_UP_MAX);
         outage.check(0).unwrap_err();
         sleep(limits.given_up_for).await;
         outage.check(0).unwrap();
-        outage.gave_up(Some(3), &away(), true);
+        outage.gave_up(Some(3), None, &away(), true);
         assert_eq!(outage.state().given_up.len(), 1, "old ones make room");
         outage.good();
         outage.check(3).unwrap();
-        outage.gave_up(Some(4), &away(), false);
-        outage.gave_up(None, &away(), true);
+        outage.gave_up(Some(4), None, &away(), false);
+        outage.gave_up(None, None, &away(), true);
         outage.check(4).unwrap();
     }
 }

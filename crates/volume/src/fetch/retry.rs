@@ -76,7 +76,7 @@ impl FetchEngine {
                 Ok(answer) => match self.verify(question, answer, cost).await {
                     Ok(verified) => return Ok(verified),
                     Err(error) if error.kind() == ErrorKind::LocalIo => {
-                        self.outage.gave_up(question.key(), &error, false);
+                        self.outage.gave_up(question.key(), question.asked(), &error, false);
                         return Err(error);
                     }
                     Err(error) => error,
@@ -84,11 +84,12 @@ impl FetchEngine {
                 Err(error) => error,
             };
             if error.kind() != ErrorKind::Corrupt || !question.is_disputed() {
-                self.outage.note(&error);
+                self.outage.note(question.asked(), &error);
             }
             let again = tries.after(error, question.name()).await;
             again.inspect_err(|error| {
-                self.outage.gave_up(question.key(), error, tries.timed_out);
+                let (key, asked) = (question.key(), question.asked());
+                self.outage.gave_up(key, asked, error, tries.timed_out);
             })?;
         }
     }

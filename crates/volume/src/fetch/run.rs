@@ -18,7 +18,9 @@ use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::{sync::mpsc, time::Instant};
 
-use super::{Begun, chunk::ChunkQuestion, in_flight::Cost, read_object, shared_keys::Turn};
+use super::{
+    Begun, chunk::ChunkQuestion, in_flight::Cost, read_object, retry::Question, shared_keys::Turn,
+};
 use crate::{Volume, background::prefetched::Purpose};
 
 /// A chunk of a run, whose fetch has begun.
@@ -58,14 +60,14 @@ where
     ) -> bool {
         let Some((chunk, range)) = self.stored_run(&run) else { return true };
         let to_fetch = self.bytes_to_fetch(&run);
-        // What another image fetches now is fetched twice: a run is one request.
+        // Chunks that another image fetches now are fetched twice: a run is one request.
         let turns: Vec<_> = run.iter().map(|chunk| self.turn(chunk.index)).collect();
         let deadline = self.engine.outage.deadline(Instant::now());
         let asking = read_object(&self.source, self.map.object(chunk.object), range);
         let mut cost = Cost::default();
         let answer = self.engine.once(range.len(), to_fetch, deadline, asking, &mut cost).await;
         let answer = answer.inspect_err(|error| {
-            self.engine.outage.note(error);
+            self.engine.outage.note(Some((self.map.object(chunk.object), range)), error);
             self.engine.unclaimed.source_errors.add(cost.source_errors);
         });
         let start = chunk.stored.start();
@@ -106,7 +108,7 @@ where
                 Ok(pages)
             }
             Err(error) => {
-                self.engine.outage.note(&error);
+                self.engine.outage.note(question.asked(), &error);
                 self.fetch(index, deadline, &mut cost).await
             }
         };

@@ -83,8 +83,9 @@ impl Hazards {
         for (exposed, population) in exposed.zip(population.iter().flatten()) {
             *exposed = *exposed * fade + population * ticks;
         }
-        // What is not known of a class is taken from all, and else from a use as likely as not
-        // before the age has doubled: then younger chunks are worth more, as in LRU.
+        // A class that was seldom seen gets the hazards of all classes. Where these are unknown,
+        // too, a use before the age has doubled is as likely as none: then younger chunks are worth
+        // more, as in LRU.
         let sum = |cells: &Cells, age: usize| -> f64 { cells.iter().map(|row| row[age]).sum() };
         let mut common = [0.0; AGES];
         for (age, hazard) in common.iter_mut().enumerate() {

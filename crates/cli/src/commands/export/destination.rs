@@ -10,7 +10,7 @@ use std::{
     io::{self, IsTerminal, Write},
     os::{
         fd::{AsFd, AsRawFd},
-        unix::fs::OpenOptionsExt,
+        unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
     process,
@@ -19,7 +19,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use rustix::{
-    fs::{AtFlags, CWD, Mode, OFlags, linkat, open},
+    fs::{AtFlags, CWD, Mode, OFlags, fcntl_getfl, fstat, linkat, open},
     io::Errno,
 };
 
@@ -69,6 +69,13 @@ fn with_hidden_name<T>(
     }
 }
 
+/// True if the stream was closed when the program began: the standard library opens /dev/null in
+/// its place, for reading and writing, which no redirection does.
+fn is_closed(stream: impl AsFd) -> io::Result<bool> {
+    let is_null = fs::metadata("/dev/null")?.rdev() == fstat(&stream)?.st_rdev;
+    Ok(is_null && fcntl_getfl(&stream)?.contains(OFlags::RDWR))
+}
+
 impl Destination {
     /// Checks the place that the user has named.
     pub(super) fn new(path: &Path) -> Result<Self> {
@@ -76,6 +83,11 @@ impl Destination {
             if io::stdout().is_terminal() {
                 let what = "an archive would go to the terminal: name a file with -o FILE, or \
                             redirect standard output";
+                return Err(Usage(what.to_owned()).into());
+            }
+            if is_closed(io::stdout())? {
+                let what = "standard output is closed, so the archive would be lost: redirect it, \
+                            or name a file with -o FILE";
                 return Err(Usage(what.to_owned()).into());
             }
             return Ok(Self::StandardOutput);

@@ -21,7 +21,7 @@ use std::{
 use anyhow::{Result, anyhow};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
-    Client, MountId,
+    Client, MountId, btrfs_fsid, orphan,
     protocol::{
         AttributesRequest, MountRequest, ProfileRequest, Reply, Request, SproutRequest,
         TransportRequest, WritesRequest,
@@ -36,7 +36,7 @@ use rustix::{
 use serde_json::json;
 
 use self::{archive::Archive, destination::Destination, walk::Walk};
-use super::{Context, need_mount_privilege, taken};
+use super::{Context, need_mount_privilege, resume::serve_again, taken};
 use crate::{
     args::{Export, Format},
     exit,
@@ -56,7 +56,7 @@ pub(super) fn export(context: &Context, args: Export) -> Result<ExitCode> {
     }
     need_mount_privilege("export")?;
     let source = match (args.path, args.writes) {
-        (Some(path), _) => Source::of_mount(&path)?,
+        (Some(path), _) => Source::of_mount(context, &path)?,
         (None, name) => Source::of_writes(context, &name.unwrap_or_default())?,
     };
     let shown = source.shown.clone();
@@ -109,7 +109,7 @@ struct Source {
 }
 
 impl Source {
-    fn of_mount(path: &Path) -> Result<Self> {
+    fn of_mount(context: &Context, path: &Path) -> Result<Self> {
         let shown = path.display();
         if !path.exists() {
             let what = format!("cannot export {shown}: nothing is there");
@@ -120,6 +120,13 @@ impl Source {
                 "cannot export {shown}: it is in no mount of Burgeon; `burgeon status` lists them"
             );
             return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
+        // Without a daemon, reads of data that is not in memory would wait, or fail.
+        if Client::connect(&context.state)?.is_none()
+            && let Some(fsid) = btrfs_fsid(path)?
+            && orphan::find(&context.state, fsid).is_some()
+        {
+            serve_again(context, fsid, path)?;
         }
         // Without mounts below it: the tree is that of the file system alone.
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;

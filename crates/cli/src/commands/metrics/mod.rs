@@ -110,7 +110,7 @@ fn once(source: &Source, json: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where the figures come from.
+/// The source of the figures.
 struct Source {
     socket: PathBuf,
     /// The last error, which is said once.

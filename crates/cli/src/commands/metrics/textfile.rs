@@ -37,7 +37,7 @@ pub(crate) fn publish_and(
     path: &Path,
     bytes: &[u8],
     mode: u32,
-    prepare: impl FnOnce(&Path) -> Result<()>,
+    prepare: impl Fn(&Path) -> Result<()>,
 ) -> Result<()> {
     let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
     // Renaming would replace a device such as /dev/full.
@@ -55,17 +55,27 @@ pub(crate) fn publish_and(
     options.write(true).create(true).truncate(true).mode(0o600);
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let mut file = options.custom_flags(flags.bits() as i32).open(&new).map_err(failed)?;
-    file.write_all(bytes).map_err(failed)?;
-    file.set_permissions(Permissions::from_mode(mode)).map_err(failed)?;
-    prepare(&new)?;
-    fs::rename(&new, path).map_err(failed)
+    let mut write = || {
+        file.write_all(bytes).map_err(failed)?;
+        file.set_permissions(Permissions::from_mode(mode)).map_err(failed)?;
+        prepare(&new)?;
+        fs::rename(&new, path).map_err(failed)
+    };
+    let written = write();
+    if written.is_err() {
+        // Half a file on a full disk helps nobody.
+        let _ = fs::remove_file(&new);
+    }
+    written
 }
 
 #[cfg(test)]
 mod tests {
     use std::{fs, os::unix::fs::symlink};
 
-    use super::publish;
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{publish, publish_and};
 
     #[test]
     fn the_file_is_replaced_and_no_symlink_followed() {
@@ -80,6 +90,17 @@ mod tests {
         symlink(&precious, folder.path().join("burgeon.prom.new")).unwrap();
         publish(&path, b"three", 0o644).unwrap_err();
         assert_eq!(fs::read(&precious).unwrap(), b"x");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_finished_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("burgeon.prom");
+        publish(&path, b"one", 0o644).unwrap();
+        let full = || Error::new(ErrorKind::NoSpace, "the disk is full");
+        publish_and(&path, b"two", 0o644, |_| Err(full())).unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"one");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -55,8 +55,12 @@ pub struct HostCache {
     pub scrubbing: bool,
     /// Bytes that it takes now.
     pub used: u64,
-    /// Most that it may take now.
+    /// Most that it may take now; stored layers included, if it has a limit of its own.
     pub limit: u64,
+    /// Bytes of stored layers that may be evicted, beside the chunks; the server does not know
+    /// them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<u64>,
     /// Bytes of the file system that it leaves free.
     pub floor: u64,
     /// Bytes of the file system that are free now.
@@ -89,6 +93,19 @@ pub struct HostCache {
     pub read_in_a_minute: ReadBytes,
     /// Bytes read in the last hour.
     pub read_in_an_hour: ReadBytes,
+}
+
+impl HostCache {
+    /// The reason why it has no room for one chunk; `None` if it has.
+    pub fn lacks_space(&self) -> Option<String> {
+        let Self { limit, free, floor, .. } = self;
+        (*limit < u64::from(burgeon_cache::CHUNK_LEN_MAX)).then(|| {
+            format!(
+                "no space: {free} bytes of its disk are free, it leaves {floor} free, and may take \
+                 {limit}"
+            )
+        })
+    }
 }
 
 /// Bytes that mounts have read.

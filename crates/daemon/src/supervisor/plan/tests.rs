@@ -205,7 +205,7 @@ fn a_mount_that_fails_leaves_neither_writes_nor_their_lock() {
     drop(plan);
     prepared.refusal(&request("other", kept(Some("w"))), ErrorKind::NotFound);
     drop(writes::take(state, "w").unwrap());
-    // What an interrupted mount has left is discarded.
+    // The leftovers of an interrupted mount are discarded.
     let folder = writes::folder(state, "w");
     fs::create_dir_all(&folder).unwrap();
     fs::write(folder.join("sprout"), "no user's data").unwrap();

@@ -1,0 +1,243 @@
+//! Stored layers: the other half of what the cache may take. Those that can be had again may be
+//! evicted; a mount reads them from their registry then.
+//!
+//! ```text
+//!   held/DIGEST     the stored layers of an image ─┐
+//!   origins/DIGEST  where its layers come from ────┴► a registry: may go    a layout, unknown: stays
+//!   kept/DIGEST     `pull` has promised that the image needs nothing else: stays
+//!   layers/SHA-256  one layer, of any number of images; the oldest access goes first, and with it the
+//!                   lists that name it: they say that all layers of their image are here
+//! ```
+//!
+//! Invariants: a layer that one image could not get again stays; while something is being stored,
+//! nothing is evicted, because it may go by a layer that is here.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs::{self, File},
+    os::unix::fs::MetadataExt,
+    time::{Duration, SystemTime},
+};
+
+use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
+use burgeon_image::catalog;
+use burgeon_source::{Directory, LayersAt, Store, layers_at};
+use serde::{Deserialize, Serialize};
+
+use super::{files, paths::StateDir};
+
+/// A layer that may be evicted.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct StoredLayer {
+    object: ObjectId,
+    /// The lists that name it.
+    lists: Vec<ObjectId>,
+    /// Bytes that it takes on the disk.
+    pub(crate) bytes: u64,
+    /// The last access; most file systems note one a day.
+    used: SystemTime,
+}
+
+/// What the supervisor tells the server about stored layers (`run/layers.json`).
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct LayerShare {
+    /// Bytes that they take.
+    pub(crate) bytes: u64,
+    /// The part of the cache's limit that they leave to chunks; `None` without a limit.
+    pub(crate) left: Option<u64>,
+}
+
+impl LayerShare {
+    pub(crate) fn read(state: &StateDir) -> Self {
+        files::read_json(&state.layer_share()).unwrap_or_default()
+    }
+
+    pub(crate) fn write(&self, state: &StateDir) -> Result<()> {
+        files::publish_json(&state.layer_share(), self)
+    }
+}
+
+/// The stored layers that may be evicted, the longest unused first.
+pub(crate) fn evictable(state: &StateDir) -> Result<Vec<StoredLayer>> {
+    let directory = match Directory::open(state.store()) {
+        Ok(directory) => directory,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let store = Store::Directory(directory.clone());
+    let (mut named, mut stay) = (HashMap::<_, Vec<_>>::new(), HashSet::new());
+    for list in directory.list(ObjectKind::StoredLayers.folder())? {
+        let Some(digest) = list.below(ObjectKind::StoredLayers) else { continue };
+        let at = ObjectKind::Derived.object(digest).and_then(|image| layers_at(&store, &image));
+        let layers = catalog::stored_layers(&directory, &list)?;
+        if !matches!(at, Ok(LayersAt::Registry(_))) || state.kept_layers().join(digest).exists() {
+            stay.extend(layers.iter().cloned());
+        }
+        layers.into_iter().for_each(|layer| named.entry(layer).or_default().push(list.clone()));
+    }
+    let layer = |object: ObjectId| {
+        let metadata = fs::metadata(directory.path_of(&object)).ok()?;
+        let accessed = u64::try_from(metadata.atime().max(metadata.mtime())).unwrap_or(0);
+        Some(StoredLayer {
+            lists: named.get(&object).cloned().unwrap_or_default(),
+            object,
+            bytes: metadata.blocks() * 512,
+            used: SystemTime::UNIX_EPOCH + Duration::from_secs(accessed),
+        })
+    };
+    let all = directory.list(ObjectKind::Layer.folder())?.into_iter();
+    let mut layers: Vec<_> = all.filter(|it| !stay.contains(it)).filter_map(layer).collect();
+    layers.sort_by(|a, b| (a.used, &a.object).cmp(&(b.used, &b.object)));
+    Ok(layers)
+}
+
+/// The layers of the image with this list are not evicted any more: its user was told that it needs
+/// nothing but this host.
+pub fn keep_layers(state: &StateDir, list: &ObjectId) -> Result<()> {
+    let Some(digest) = list.below(ObjectKind::StoredLayers) else { return Ok(()) };
+    let path = state.kept_layers().join(digest);
+    let failed = |e| Error::io(format!("cannot make {}", path.display()), e);
+    fs::create_dir_all(state.kept_layers()).map_err(failed)?;
+    File::create(&path).and_then(|file| file.sync_all()).map_err(failed)
+}
+
+/// Evicts the longest unused layers until they have freed `bytes`. Returns the bytes that they
+/// took; 0 while something is being stored.
+pub(crate) fn evict(state: &StateDir, bytes: u64) -> Result<u64> {
+    let directory = match Directory::open(state.store()) {
+        Ok(directory) => directory,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+        Err(error) => return Err(error),
+    };
+    let collecting = directory.begin_collect()?;
+    if collecting.writers > 0 {
+        return Ok(0);
+    }
+    let mut freed = 0;
+    for layer in evictable(state)? {
+        if freed >= bytes {
+            break;
+        }
+        // First: a list says that all layers are here.
+        layer.lists.iter().try_for_each(|list| directory.remove(list))?;
+        directory.remove(&layer.object)?;
+        freed += layer.bytes;
+        tracing::info!(object = %layer.object, bytes = layer.bytes, "a stored layer was evicted");
+    }
+    drop(collecting);
+    Ok(freed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        time::{Duration, SystemTime},
+    };
+
+    use burgeon_block::{ObjectId, ObjectStore};
+    use burgeon_source::Directory;
+
+    use super::{LayerShare, evict, evictable, keep_layers};
+    use crate::state::paths::StateDir;
+
+    const LEN: usize = 8192;
+
+    fn object(name: &str) -> ObjectId {
+        ObjectId::new(name).unwrap()
+    }
+
+    fn digest(byte: char) -> String {
+        byte.to_string().repeat(64)
+    }
+
+    fn layer(byte: char) -> ObjectId {
+        object(&format!("layers/{}", digest(byte)))
+    }
+
+    /// A store with an image of these layers, the later ones used later.
+    fn image(state: &StateDir, name: char, origin: &str, layers: &str) {
+        let store = Directory::create(state.store()).unwrap();
+        let list: String = layers.chars().map(|byte| format!("{}\n", layer(byte))).collect();
+        store.publish(&object(&format!("held/{}", digest(name))), list.as_bytes()).unwrap();
+        store.publish(&object(&format!("origins/{}", digest(name))), origin.as_bytes()).unwrap();
+        for byte in layers.chars() {
+            store.publish(&layer(byte), &[7; LEN]).unwrap();
+            let used = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000 + byte as u64);
+            let file = File::open(store.path_of(&layer(byte))).unwrap();
+            file.set_times(fs::FileTimes::new().set_accessed(used).set_modified(used)).unwrap();
+        }
+    }
+
+    fn left(state: &StateDir) -> String {
+        let store = Directory::open(state.store()).unwrap();
+        let layers = store.list("layers").unwrap();
+        layers.iter().map(|layer| layer.to_string().chars().last().unwrap()).collect()
+    }
+
+    const REGISTRY: &str = "oci://registry.example/team/app\n";
+
+    #[test]
+    fn the_longest_unused_layers_of_registries_go_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        assert_eq!((evictable(&state).unwrap(), evict(&state, 1).unwrap()), (vec![], 0));
+        image(&state, '1', REGISTRY, "abc");
+        // A layout's layers, one of which the other image has, too; and an unknown origin.
+        image(&state, '2', "oci-layout:/srv/layout\n", "bd");
+        image(&state, '3', "what?", "e");
+        let all = evictable(&state).unwrap();
+        assert_eq!(
+            all.iter().map(|it| it.object.clone()).collect::<Vec<_>>(),
+            ['a', 'c'].map(layer)
+        );
+        let bytes = all[0].bytes;
+        assert!(bytes >= LEN as u64);
+        assert_eq!(evict(&state, 1).unwrap(), bytes);
+        assert_eq!(left(&state), "bcde");
+        // Its image has not all layers any more; others have.
+        let lists = Directory::open(state.store()).unwrap().list("held").unwrap();
+        assert_eq!(lists, ['2', '3'].map(|name| object(&format!("held/{}", digest(name)))));
+        assert_eq!(evict(&state, u64::MAX).unwrap(), bytes);
+        assert_eq!(left(&state), "bde");
+    }
+
+    #[test]
+    fn the_layers_of_a_pulled_image_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        image(&state, '1', REGISTRY, "ab");
+        image(&state, '2', REGISTRY, "bc");
+        keep_layers(&state, &object(&format!("held/{}", digest('2')))).unwrap();
+        evict(&state, u64::MAX).unwrap();
+        assert_eq!(left(&state), "bc");
+    }
+
+    #[test]
+    fn nothing_is_evicted_while_something_is_stored() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        image(&state, '1', REGISTRY, "a");
+        let store = Directory::open(state.store()).unwrap();
+        let lease = store.begin_write().unwrap();
+        assert_eq!(evict(&state, 1).unwrap(), 0);
+        drop(lease);
+        assert!(evict(&state, 1).unwrap() > 0);
+        // What cannot be read may name any layer.
+        image(&state, '2', REGISTRY, "a");
+        store.publish(&object(&format!("held/{}", digest('4'))), b"../../etc/passwd\n").unwrap();
+        evict(&state, 1).unwrap_err();
+        assert_eq!(left(&state), "a");
+    }
+
+    #[test]
+    fn the_share_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        fs::create_dir_all(state.run()).unwrap();
+        assert_eq!(LayerShare::read(&state), LayerShare::default());
+        let share = LayerShare { bytes: 7, left: Some(9) };
+        share.write(&state).unwrap();
+        assert_eq!(LayerShare::read(&state), share);
+    }
+}
