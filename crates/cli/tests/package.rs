@@ -46,8 +46,31 @@ fn dpkg(arguments: &[&str]) -> String {
     let begun = Instant::now();
     let output = try_dpkg(arguments);
     println!("{:.1} s: dpkg {}", begun.elapsed().as_secs_f64(), arguments.join(" "));
-    assert!(output.status.success(), "dpkg {arguments:?}: {}", said(&output));
+    // In one line: a summary of many tests shows little more.
+    let lines = said(&output).replace('\n', " | ");
+    assert!(output.status.success(), "dpkg {arguments:?}: {}: {lines}", output.status);
     said(&output)
+}
+
+/// Takes the package away when the test has failed: the tests after it have the same machine.
+struct Cleanup;
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        println!("{}", said(&output("journalctl", &["--no-pager", "--lines=80"])));
+        output("umount", &["--lazy", AT]);
+        output("systemctl", &["stop", "burgeon.service", METRICS, "burgeon-disks.timer"]);
+        processes_with(Path::new(STATE)).into_iter().for_each(kill);
+        try_dpkg(&["--purge", "burgeon"]);
+        let left =
+            [INSTALLED, "/usr/sbin/mount.burgeon", "/usr/lib/systemd/system/burgeon.service"];
+        left.into_iter().for_each(|path| drop(fs::remove_file(path)));
+        output("systemctl", &["daemon-reload"]);
+        output("umount", &["--lazy", STATE]);
+    }
 }
 
 fn burgeon(arguments: &[&str]) -> String {
@@ -80,6 +103,7 @@ fn assert_read(file: u8) {
 #[test]
 fn a_package_is_installed_upgraded_kept_removed_and_purged() {
     begin();
+    let _cleanup = Cleanup;
     let first = build();
     let installed = dpkg(&["--install", first.to_str().unwrap()]);
     assert_eq!(property("LoadState"), "loaded", "{installed}");

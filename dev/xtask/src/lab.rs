@@ -209,14 +209,18 @@ fn build(root: &Path, programs: &[Program], cargo: impl Fn() -> Command) -> Resu
     built::executables(command, programs)
 }
 
-/// Runs a list once more if the guest's kernel has panicked. The emulator breaks one now and then,
-/// in other places each time; a panic that our file systems cause comes again.
+/// Runs a list once more if the guest's kernel has panicked, or if a test failed and a program has
+/// got a fault of the processor. The emulator breaks one now and then, in other places each time;
+/// a fault of our own comes again.
 const ONCE_MORE: &str = r#"
     "$@" && exit
     status=$?
     [ "$status" = 86 ] || exit "$status"
-    echo "lab: running the list once more, after the panic above"
+    echo "lab: running the list once more, after the fault above"
     exec "$@""#;
+
+/// The kernel's words for a program that a fault of the processor has ended.
+const FAULTS: &str = "segfault at|general protection fault|trap invalid opcode|trap stack segment";
 
 /// The command that runs all `programs` of a list, one after another.
 fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
@@ -236,9 +240,11 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
             t=$SECONDS; "$p" --test-threads=1 || { s=1; dmesg | tail -n 60; }
             echo "-- $((SECONDS - t)) s: ${p##*/}"
         done
+        [ $s = 0 ] || ! dmesg | grep -E "$FAULTS" || s=86
         exit $s"#;
     // The folder of tests is the guest's own, in its memory, unless memory is short.
-    command.env("LAB_PASS", "BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
+    command.env("LAB_PASS", "BURGEON_TEST_DIR FAULTS").env_remove("BURGEON_TEST_DIR");
+    command.env("FAULTS", FAULTS);
     if list.programs.contains(&LOW_MEMORY) {
         // A path with spaces, which the kernel's command line would take apart.
         let shared = root.join("target/lab/shared with the guest");
@@ -255,6 +261,7 @@ mod tests {
     use std::process::Command;
 
     use super::ONCE_MORE;
+    use crate::outcome::AGAIN;
 
     /// Output and exit status of a guest that says `x` and ends with these statuses in turn.
     fn ends(statuses: &str) -> (String, Option<i32>) {
@@ -274,6 +281,7 @@ mod tests {
 
     #[test]
     fn a_guest_whose_kernel_has_panicked_runs_once_more() {
+        assert!(ONCE_MORE.contains(&format!("echo \"{AGAIN}, ")));
         assert_eq!(ends("0 9"), ("x\n".to_owned(), Some(0)));
         assert_eq!(ends("1 9"), ("x\n".to_owned(), Some(1)));
         assert_eq!(ends("86 0"), ("x\nx\n".to_owned(), Some(0)));

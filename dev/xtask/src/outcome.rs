@@ -14,6 +14,9 @@ use anyhow::{Context, Result};
 /// Lines of a failed test's output that are shown again at the end.
 const SAID_LINES: usize = 10;
 
+/// Begins a line: all tests run again, and those before it do not count.
+pub(crate) const AGAIN: &str = "lab: running the list once more";
+
 /// Length of each such line, in characters.
 const SAID_CHARACTERS: usize = 400;
 
@@ -134,6 +137,10 @@ pub(crate) fn watch(
             kill_children(child.id());
         }
         show(&line);
+        if line.starts_with(AGAIN) {
+            (tally, failed, said, ran) = Default::default();
+            continue;
+        }
         let one = result_line(&line);
         tally.passed += one.passed;
         tally.failed += one.failed;
@@ -291,6 +298,24 @@ mod tests {
         let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
         assert_eq!(outcome.tally, Tally { passed: 1, failed: 0 });
         assert!(outcome.said[0].starts_with("it: no line for 0 s"), "{:?}", outcome.said);
+    }
+
+    #[test]
+    fn a_list_that_runs_again_counts_once() {
+        let lines = [
+            "test a ... FAILED",
+            "---- a stdout ----",
+            "why",
+            "test result: FAILED. 3 passed; 1 failed",
+            "lab: running the list once more, after the fault above",
+            "test result: ok. 4 passed; 0 failed",
+        ];
+        let mut command = Command::new("printf");
+        command.arg("%s\n").args(lines);
+        let patience = Patience { silence: Duration::from_secs(60), until: None };
+        let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
+        assert_eq!(outcome.tally, Tally { passed: 4, failed: 0 });
+        assert!(outcome.good && outcome.failed.is_empty() && outcome.said.is_empty());
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! The program installed as a user would install it, in the lab with systemd; and what the tests of
 //! that share.
 
+#![allow(dead_code, reason = "not every test program uses all of it")]
+
 use std::{
     fs,
     os::unix::fs::{PermissionsExt, symlink},
