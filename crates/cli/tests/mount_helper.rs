@@ -177,6 +177,9 @@ fn mistakes_have_the_exit_codes_of_mount() {
     helper.fails("image:1", "writes", &[], 1, "needs a value");
     helper.fails("image:1", "noatiem", &[], 1, "did you mean noatime?");
     helper.fails("image:1", "write-limit=much", &[], 1, "'-o write-limit");
+    helper.fails("image:1", "write-limit=1M", &[], 1, "btrfs needs at least 256 MiB");
+    helper.fails("image:1", "writes=", &[], 1, "not a valid name for writes");
+    helper.fails("image:1", "store=\"/a,b", &[], 1, "a quotation mark is not closed");
     helper.fails("image:1", "transport=pigeon", &[], 1, "pigeon");
     helper.fails("image:1", "", &["-t", "burgeon.x"], 1, "no subtypes");
     helper.fails("image:1", "", &["-x"], 1, "-x");
@@ -215,6 +218,7 @@ fn a_remount_changes_the_attributes() {
     helper.fails("image:1", "remount,ro", &[], 32, "it is not a mount of the state directory");
     helper.ok("image:1", "writes=w");
     helper.fails("image:1", "remount,writes=other", &[], 32, "is mounted there");
+    helper.fails("image:2", "remount,writes=w", &[], 32, "changes nothing but attributes");
     helper.ok("image:1", "writes=w,remount,ro,noatime,nosuid");
     assert_eq!(helper.attributes(), "ro,nosuid,noatime");
     assert!(fs::write(helper.at.join("new"), "").is_err());

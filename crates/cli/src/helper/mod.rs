@@ -161,7 +161,7 @@ fn call(line: Line) -> Result<()> {
     let options = Options::parse(line.options.iter().map(String::as_str));
     match options.unknown.first() {
         Some(option) if !line.sloppy => {
-            return Err(Usage(options::explain_unknown(option)).into());
+            return Err(Usage(options::explain(&options, option)).into());
         }
         _ => {}
     }
@@ -226,8 +226,8 @@ fn arguments(line: &Line, options: &Options) -> Result<Args> {
     let arguments = options.arguments();
     let words = ["burgeon", "mount"].into_iter().chain(arguments.iter().map(String::as_str));
     let words = words.chain(["--", &line.spec]).map(OsString::from);
-    let words = words.chain([line.dir.clone().into_os_string()]);
-    Args::try_parse_from(words).map_err(|e| {
+    let words: Vec<_> = words.chain([line.dir.clone().into_os_string()]).collect();
+    Args::parse_line(&words).map_err(|e| {
         // The first paragraph says what is wrong; the others are about `burgeon`.
         let text = e.to_string();
         let told = text.split("\n\n").next().unwrap_or_default().trim_start_matches("error: ");

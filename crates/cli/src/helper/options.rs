@@ -74,14 +74,17 @@ pub(super) struct Options {
     pub(super) remount: bool,
     /// Options that nothing here knows.
     pub(super) unknown: Vec<String>,
+    /// A quotation mark has no partner, so commas behind it separate options.
+    pub(super) has_open_quote: bool,
 }
 
 impl Options {
     /// Parses the texts of all `-o`, in order.
     pub(super) fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
         let mut options = Self::default();
-        for option in texts.into_iter().flat_map(split) {
-            options.add(&option);
+        for text in texts {
+            options.has_open_quote |= !has_closed_quotes(text);
+            split(text).iter().for_each(|option| options.add(option));
         }
         options
     }
@@ -129,8 +132,16 @@ impl Options {
     }
 }
 
-/// The reason why an option is unknown, and the nearest known one.
-pub(super) fn explain_unknown(option: &str) -> String {
+/// The reason why an option of several is unknown, and the nearest known one.
+pub(super) fn explain(options: &Options, option: &str) -> String {
+    let why = explain_unknown(option);
+    match options.has_open_quote {
+        true => format!("{why}; a quotation mark is not closed: a value with commas needs two"),
+        false => why,
+    }
+}
+
+fn explain_unknown(option: &str) -> String {
     let name = option.split('=').next().unwrap_or_default();
     if option.contains('=') && SWITCHES.contains(&name) && !SETTINGS.contains(&name) {
         return format!("the option {name} takes no value");
@@ -151,10 +162,14 @@ pub(super) fn explain_unknown(option: &str) -> String {
     )
 }
 
+fn has_closed_quotes(text: &str) -> bool {
+    text.bytes().filter(|byte| *byte == b'"').count() % 2 == 0
+}
+
 /// Splits at commas outside double quotes, as mount(8) does, and removes the quotes around a value.
 fn split(text: &str) -> Vec<String> {
     let (mut options, mut quoted) = (vec![String::new()], false);
-    let is_quoted = text.bytes().filter(|byte| *byte == b'"').count() % 2 == 0;
+    let is_quoted = has_closed_quotes(text);
     for c in text.chars() {
         match c {
             // A single quote mark is part of a value.
@@ -170,7 +185,7 @@ fn split(text: &str) -> Vec<String> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{Options, explain_unknown};
+    use super::{Options, explain, explain_unknown};
 
     fn parse(text: &str) -> Options {
         Options::parse([text])
@@ -208,6 +223,8 @@ mod tests {
         let options = parse("store=\"/a,b\",profile=none");
         assert_eq!(options.arguments(), ["--profile=none", "--store=/a,b"]);
         assert_eq!(store("store=/a\"b,ro").as_deref(), Some("/a\"b"));
+        let open = parse("store=\"/a,b");
+        assert!(explain(&open, &open.unknown[0]).contains("is not closed"));
         // A value may hold anything else.
         let url = "https://host/a?b=c";
         assert_eq!(store(&format!("store={url}")).as_deref(), Some(url));

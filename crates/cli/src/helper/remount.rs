@@ -27,7 +27,11 @@ pub(super) fn remount(
 ) -> Result<()> {
     let shown = args.path.display();
     let opened = Opened::new(&args.path, None)?;
-    let Some(mount) = already(context, args, &opened)? else {
+    let found = already(context, args, &opened).map_err(|e| match e.downcast::<Busy>() {
+        Ok(Busy(why)) => Busy(format!("a remount changes nothing but attributes: {why}")).into(),
+        Err(e) => e,
+    });
+    let Some(mount) = found? else {
         let what = format!(
             "cannot remount {shown}: it is not a mount of the state directory {}; name another one \
              with -o state-dir=",
