@@ -29,20 +29,25 @@ use crate::{
 
 type Checked<T> = Result<T, String>;
 
+/// Most faults of syntax of one file that are told: one bracket too many makes more of them.
+const FAULTS_MAX: usize = 10;
+
 /// Puts the settings of the file into `config`, over those that are there, and appends the file's
 /// problems.
 pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec<Problem>) {
     let (table, faults) = DeTable::parse_recoverable(&document.text);
     let mut reader = Reader { document, config, problems: Vec::new() };
-    for fault in &faults {
+    for fault in faults.iter().take(FAULTS_MAX) {
         let at = fault.span().map_or(0, |span| span.start);
         let mut message = fault.message().replace('\n', ", ");
         let key = fault.span().and_then(|span| document.text.get(span)).unwrap_or("it");
         if message == "duplicate key" {
             let first = last_before(table.get_ref(), key, at).map(|at| reader.origin(at).line);
-            if let Some(line) = first.or_else(|| same_line_before(&document.text, at)) {
-                message = format!("{key} stands in line {line}, too: leave one out");
-            }
+            let first = first.or_else(|| same_line_before(&document.text, at));
+            message = match first.or_else(|| key_before(&document.text, key, at)) {
+                Some(line) => format!("{key} stands in line {line}, too: leave one out"),
+                None => format!("{key} stands twice: leave one out"),
+            };
         }
         reader.complain(at, &[], message);
     }
@@ -72,6 +77,21 @@ fn same_line_before(text: &str, at: usize) -> Option<usize> {
     let number = text.bytes().take(at).filter(|byte| *byte == b'\n').count();
     let own = text.lines().nth(number)?.trim();
     text.lines().take(number).position(|line| line.trim() == own).map(|before| before + 1)
+}
+
+/// The number of the last line before the byte `at` that gives a value to `key`: a section of that
+/// name has replaced it.
+fn key_before(text: &str, key: &str, at: usize) -> Option<usize> {
+    let number = text.bytes().take(at).filter(|byte| *byte == b'\n').count();
+    let is_of = |line: &str| {
+        line.split_once('=').is_some_and(|(name, _)| name.trim().trim_matches(['"', '\'']) == key)
+    };
+    text.lines()
+        .take(number)
+        .collect::<Vec<_>>()
+        .iter()
+        .rposition(|line| is_of(line))
+        .map(|n| n + 1)
 }
 
 struct Reader<'a> {
@@ -398,10 +418,20 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_brackets_is_told_in_few_lines() {
+        let problems = read(&"[".repeat(60_000)).1;
+        assert!((1..=10).contains(&problems.len()), "{}", problems.len());
+    }
+
+    #[test]
     fn a_duplicate_is_named_with_both_lines() {
         for (text, says) in [
             ("[log]\nlevel = 'info'\nlevel = 'warn'\n", "c.toml:3: level stands in line 2, too"),
             ("[mount]\nfill = true\n[log]\n\n[mount]\n", "c.toml:5: mount stands in line 1, too"),
+            (
+                "[store]\ndefault = 'a'\n[store.default]\nurl = '/a'\n",
+                "c.toml:3: default stands in line 2, too: leave one out",
+            ),
             (
                 "[store.a]\nurl = '/a'\n[store.b]\nurl = '/b'\n\"url\" = '/c'\n",
                 "c.toml:5: \"url\" stands in line 4, too: leave one out",
