@@ -341,6 +341,14 @@ fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
             damage.burgeon.umount(mounted);
         }
     }
+    for file in ["seed", "map"] {
+        let path = damage.prepared().join(file);
+        fs::remove_file(&path).unwrap();
+        fs::create_dir_all(path.join("in its place")).unwrap();
+        let mounted = damage.burgeon.mount("image", &at, &["--read-only"]);
+        compare(&damage.tree, mounted.path()).unwrap().assert_same();
+        damage.burgeon.umount(mounted);
+    }
     // The version of a map, which is unknown then, its header and its sections.
     for offset in [8, 40, 100, 5000] {
         let map = OpenOptions::new().write(true).open(damage.prepared().join("map")).unwrap();
@@ -389,6 +397,7 @@ fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
     flip_a_bit(&template, 5 << 20);
     let found = damage.burgeon.run(&["doctor"]).stdout;
     assert!(found.contains("seed is damaged") && found.contains("remove `seed`"), "{found}");
+    assert!(found.contains("nothing that was written is lost"), "{found}");
     fs::remove_file(&template).unwrap();
     let mounted = damage.burgeon.mount("image", &at, &named[..2]);
     drop_caches();

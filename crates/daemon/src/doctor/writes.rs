@@ -35,9 +35,18 @@ fn check(state: &StateDir, name: &str) -> Finding {
             &subject,
             found,
             "these writes cannot be mounted",
-            "unmount them, remove `seed`, `seed.info` and `map`, and mount them again, which \
-             makes these files from the image; if that fails, restore the folder from a backup: \
-             Burgeon never removes it by itself",
+            "restore the folder from a backup: Burgeon never removes it by itself",
+        )
+    };
+    // Both files can be derived from the image; what was written is in the sprout.
+    let derived = |found: String| {
+        Finding::bad(
+            Level::Problem,
+            &subject,
+            found,
+            "nothing that was written is lost, but a mount may fail until the file is made again",
+            "mount them, which makes damaged files from the image again; if that fails, unmount \
+             them, remove `seed`, `seed.info` and `map`, and mount them once more",
         )
     };
     let record = match writes::find(state, name) {
@@ -54,8 +63,8 @@ fn check(state: &StateDir, name: &str) -> Finding {
     for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
         match prepared::digest_file(&folder.join(file)) {
             Ok((found, _)) if found == digest.0 => {}
-            Ok(_) => return problem(format!("{} is damaged", folder.join(file).display())),
-            Err(e) => return problem(e.to_string()),
+            Ok(_) => return derived(format!("{} is damaged", folder.join(file).display())),
+            Err(e) => return derived(e.to_string()),
         }
     }
     let sprout = record.device.clone().unwrap_or_else(|| folder.join("sprout"));

@@ -170,7 +170,11 @@ fn prepare_here(
         return Err(Error::new(ErrorKind::NotFound, what));
     }
     for file in KEPT.iter().chain(&["ready.json"]) {
-        files::remove_file(&folder.join(file))?;
+        let path = folder.join(file);
+        match path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+            true => files::remove_folder(&path)?,
+            false => files::remove_file(&path)?,
+        }
     }
     let wanted = Wanted { virtual_bytes, checksums: checksums_in(folder)? };
     burgeon_image::prepare(&open, &digest, folder, wanted, &limits, bound_memory, || {
