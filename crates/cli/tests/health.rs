@@ -97,6 +97,17 @@ fn health_is_an_exit_code_within_a_time_limit() {
         assert!(found.contains("no mount of the daemon of"), "{other}");
     }
 
+    // A server without its supervisor serves, and `doctor` says the same.
+    kill(pid(&burgeon, "supervisor_pid"));
+    let (code, dead) = health(&burgeon, &[]);
+    let finding = &dead["findings"][0];
+    assert_eq!((code, &finding["subject"]), (1, &"supervisor".into()), "{dead}");
+    let said = burgeon.run(&["doctor"]).stdout;
+    assert!(said.contains(finding["found"].as_str().unwrap()), "{said}");
+    assert!(is_read(&at, 2), "it is served");
+    burgeon.ok(&["doctor", "--repair"]);
+    assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
+
     burgeon.kill_both();
     let (code, dead) = health(&burgeon, &[]);
     assert_eq!((code, &dead["mounts"], &dead["running"]), (1, &1.into(), &false.into()));

@@ -125,6 +125,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         findings.extend(unserved(status));
         findings.extend(status.server_pid.and_then(user_of_server));
         findings.extend(health::server(status, SERVER_SILENCE_MAX));
+        findings.extend(health::cache(status));
         read_only::note(status);
         findings.extend(status.mounts.iter().filter_map(forced_read_only));
     }

@@ -16,7 +16,8 @@ Examples:
   burgeon health --json --timeout 2
 
 Exit code 1 means that programs wait for data, get EIO, or cannot write because btrfs forced the
-mount read-only; or that nothing is mounted at the path. Without a path, a daemon that does not run
+mount read-only; that the supervisor of mounts is dead; or that nothing is mounted at the path.
+Without a path, a daemon that does not run
 is fine while nothing is mounted. `burgeon doctor` examines the whole host.";
 
 #[derive(clap::Args, Debug)]

@@ -9,7 +9,11 @@ use std::{
 
 use burgeon_block::Result;
 
-use super::{Finding, Level, forced_read_only, unserved};
+use super::{
+    Finding, Level, forced_read_only,
+    leftovers::{orphan_serves, without_supervisor},
+    unserved,
+};
 use crate::{
     ipc::{
         client::Client,
@@ -59,13 +63,17 @@ pub fn health(state: &StateDir, patience: Duration, only: Option<&Path>) -> Heal
         }
         Ok(None) => {
             let mounts = super::mounts_without_daemon(state);
-            let finding = (mounts > 0).then(|| {
-                Finding::repairable(
+            let finding = (mounts > 0).then(|| match orphan_serves(state) {
+                true => without_supervisor(),
+                false => Finding::repairable(
                     "daemon",
-                    format!("does not run, and {mounts} mounts are in use"),
+                    match mounts {
+                        1 => "does not run, and 1 mount is in use".to_owned(),
+                        more => format!("does not run, and {more} mounts are in use"),
+                    },
                     "programs that read data which is not in memory wait or get EIO",
                     "start the daemon, which serves them again",
-                )
+                ),
             });
             let finding = finding.or_else(|| only.map(|path| not_mounted(path, state)));
             Health { is_running: false, mounts, findings: finding.into_iter().collect() }
@@ -134,7 +142,7 @@ pub(super) fn server(status: &Status, patience: Duration) -> Option<Finding> {
 }
 
 /// A cache that takes nothing fails no read.
-fn cache(status: &Status) -> Option<Finding> {
+pub(super) fn cache(status: &Status) -> Option<Finding> {
     let caches = status.mounts.iter().filter_map(|mount| mount.cache.as_ref());
     let bad = caches.into_iter().find(|cache| cache.state != "writing")?;
     let reason = bad.reason.as_deref().unwrap_or("its server has said no more");

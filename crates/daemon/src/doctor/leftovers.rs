@@ -27,11 +27,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
     }
     let mut findings = Vec::new();
     if orphan_serves(state) {
-        findings.push(Finding::repairable(
-            "supervisor",
-            "was killed; its server goes on serving",
-            "nothing can be mounted, unmounted by `burgeon`, or shown, until the next daemon starts", "start a supervisor, which takes over; nothing is interrupted",
-        ));
+        findings.push(without_supervisor());
         return findings;
     }
     let waiting = holder::waiting(state);
@@ -123,7 +119,17 @@ pub(super) fn builds(store: &Path) -> Option<Finding> {
     })
 }
 
-fn orphan_serves(state: &StateDir) -> bool {
+/// The mounts are served, and nobody manages them.
+pub(super) fn without_supervisor() -> Finding {
+    Finding::repairable(
+        "supervisor",
+        "was killed; its server goes on serving",
+        "nothing can be mounted, unmounted by `burgeon`, or shown, until the next daemon starts",
+        "start a supervisor, which takes over; nothing is interrupted",
+    )
+}
+
+pub(super) fn orphan_serves(state: &StateDir) -> bool {
     // Never connect: the server would take this for a new supervisor.
     let path = state.run().join("adopt.sock");
     let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();
