@@ -116,6 +116,40 @@ __attribute__((constructor)) static void die(void) {
 "#;
 
 #[test]
+fn a_full_disk_replaces_nothing_and_is_named() {
+    let space = Space::new("full");
+    let disk = space.small_disk("disk", 64 << 20);
+    let burgeon = Burgeon::before_state(PROGRAM, disk.path().join("state"));
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), "content").unwrap();
+    burgeon.build(&tree, "image");
+    let [at, other] = ["at", "other"].map(|name| space.make_folder(name));
+    let mounted = burgeon.mount("image", &at, &["--read-only"]);
+    let before = burgeon.status()["supervisor_pid"].clone();
+    let filler = disk.path().join("filler");
+    let mut file = fs::File::create(&filler).unwrap();
+    while std::io::Write::write(&mut file, &[1; 4096]).is_ok() {}
+    for arguments in [&["upgrade", "--check"][..], &["upgrade"]] {
+        let said = burgeon.run(arguments);
+        assert_eq!(said.code, Some(6), "{said:?}");
+        for part in ["is left as it is", "No space left", "free now: ", "burgeon cache evict"] {
+            assert!(said.stderr.contains(part), "{part}: {said:?}");
+        }
+        assert_eq!(burgeon.status()["supervisor_pid"], before);
+    }
+    // The image is here: another store would be no remedy.
+    let said = burgeon.run(&["mount", "image", other.to_str().unwrap(), "--read-only"]);
+    assert_eq!(said.code, Some(6), "{said:?}");
+    assert!(said.stderr.contains("free now: ") && !said.stderr.contains("--store"), "{said:?}");
+    fs::remove_file(&filler).unwrap();
+    burgeon.ok(&["upgrade"]);
+    assert_ne!(burgeon.status()["supervisor_pid"], before);
+    assert_eq!(fs::read(at.join("file")).unwrap(), b"content");
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+}
+
+#[test]
 fn a_program_that_cannot_start_here_replaces_nothing() {
     let space = Space::new("refused");
     let nowhere = Burgeon::before_state(PROGRAM, space.path("none"));

@@ -7,11 +7,12 @@
 //! ```
 //!
 //! It finds what makes every start fail: a record or a configuration that this version refuses, a
-//! feature of the kernel that is missing, a sandbox that cannot be made. The mounts and the running
-//! daemon notice nothing.
+//! feature of the kernel that is missing, a sandbox that cannot be made, a full disk. The mounts and
+//! the running daemon notice nothing.
 
 use std::{
-    fs,
+    fs::{self, File},
+    io::Write,
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -36,6 +37,8 @@ const SERVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Servers that may die before one answers.
 const DEATHS_MAX: u64 = 3;
 const PAUSE: Duration = Duration::from_millis(20);
+/// Bytes that a daemon writes when it starts, and some more.
+const ROOM: usize = 256 << 10;
 
 /// An error if a daemon of this program could not take over the mounts of `state`: a record that it
 /// cannot read, or what keeps a daemon from starting.
@@ -61,9 +64,19 @@ fn read_records(state: &StateDir) -> Result<()> {
 fn start_beside(state: &StateDir) -> Result<()> {
     let folder = state.run().join("rehearsal");
     remove(&folder)?;
-    let result = StateDir::open(&folder).and_then(|scratch| start_and_end(&scratch));
+    let result = StateDir::open(&folder)
+        .and_then(|scratch| need_room(&folder).and_then(|()| start_and_end(&scratch)));
     let removed = remove(&folder);
     result.and(removed)
+}
+
+/// Fails on a disk that is full: a daemon that cannot write its records and its log ends without a
+/// word.
+fn need_room(folder: &Path) -> Result<()> {
+    let path = folder.join("room");
+    File::create(&path)
+        .and_then(|mut file| file.write_all(&[1; ROOM]).and_then(|()| file.sync_all()))
+        .map_err(|e| Error::io(format!("cannot write {}", path.display()), e))
 }
 
 fn start_and_end(scratch: &StateDir) -> Result<()> {

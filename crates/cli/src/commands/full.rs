@@ -1,4 +1,4 @@
-//! A disk that fills up while a command stores an image: the free space and the remedies.
+//! A local disk that is full: the free space and the remedies.
 
 use std::path::Path;
 
@@ -8,8 +8,13 @@ use rustix::fs::statvfs;
 use super::Context;
 use crate::output::bytes;
 
-/// Adds the free space and the remedies to the error, if a local disk is full.
-pub(super) fn explain(context: &Context, error: anyhow::Error) -> anyhow::Error {
+/// Adds the free space and the remedies to the error, if a local disk is full. `stores_images` is
+/// true for a command that may put an image into the store.
+pub(super) fn explain(
+    context: &Context,
+    error: anyhow::Error,
+    stores_images: bool,
+) -> anyhow::Error {
     let text = format!("{error:#}");
     let is_full = error.downcast_ref().is_some_and(|e: &Error| e.kind() == ErrorKind::NoSpace);
     // Other errors of this kind, such as a registry without room, name their own remedy.
@@ -19,19 +24,31 @@ pub(super) fn explain(context: &Context, error: anyhow::Error) -> anyhow::Error 
     }
     let root = context.state.root();
     let location = context.store_location();
-    let places = [location.folder(), Some(root)].into_iter().flatten();
-    let mut free: Vec<_> = places.filter_map(|place| Some((free_in(place)?, place))).collect();
+    let names = |place: &Path| text.contains(&format!("{}/", place.display()));
+    let is_store =
+        stores_images && location.folder().is_none_or(|store| names(store) || !names(root));
+    let store = location.folder().filter(|_| is_store);
+    let mut free: Vec<_> = [store, Some(root)]
+        .into_iter()
+        .flatten()
+        .filter_map(|place| Some((free_in(place)?, place)))
+        .collect();
     free.dedup_by_key(|(free, _)| *free);
     let free: Vec<_> = free
         .iter()
         .map(|(free, place)| format!("{} in {}", bytes(*free), place.display()))
         .collect();
-    let what = format!(
-        "{text}; free now: {}; an image needs about as much as its compressed data: free some space \
-         (`burgeon gc` removes unneeded data), or name a folder on another disk with --store or \
-         --state-dir",
-        free.join(", ")
-    );
+    let remedy = match is_store {
+        true => {
+            "an image needs about as much as its compressed data: free some space (`burgeon gc` \
+             removes unneeded data), or name a folder on another disk with --store or --state-dir"
+        }
+        false => {
+            "free some space on that disk: `burgeon gc` removes unneeded data, and `burgeon cache \
+             evict SIZE` data that can be fetched again"
+        }
+    };
+    let what = format!("{text}; free now: {}; {remedy}", free.join(", "));
     Error::new(ErrorKind::NoSpace, what).into()
 }
 

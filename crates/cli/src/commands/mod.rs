@@ -293,10 +293,10 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Context::new(args.global, config, takes_repository, only_looks(&args.command))?;
     // Standard output belongs to the program.
     context.json |= matches!(args.command, Command::Run(_));
-    let stores = takes_repository
+    let stores_images = takes_repository
         || matches!(args.command, Command::Index(_) | Command::Bundle(_) | Command::Run(_));
     let done = perform(&context, args.command);
-    done.map_err(|e| if stores { full::explain(&context, e) } else { e })
+    done.map_err(|e| full::explain(&context, e, stores_images))
 }
 
 fn perform(context: &Context, command: Command) -> Result<ExitCode> {
