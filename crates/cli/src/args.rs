@@ -1,7 +1,8 @@
 //! The command line.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{env, ffi::OsString, path::PathBuf};
 
+use burgeon_daemon::{CACHE_DIR, log};
 use clap::{
     Args as ClapArgs, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum,
     parser::ValueSource,
@@ -9,12 +10,14 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{accelerate, cache, config, disks, health, log, metrics, snapshotter},
+    commands::{
+        accelerate, cache, config, disks, health, log as log_command, metrics, snapshotter,
+    },
     container_args::{self, Bundle, Run},
     data_args::{self, LetGo, Pin, Prefetch},
-    global::Global,
+    global::{Global, STATE_DIR},
     pull,
-    quantities::{parse_size, parse_virtual_size},
+    quantities::{parse_size, parse_virtual_size, parse_write_limit, parse_writes},
     transport::Transport,
     watch_args,
 };
@@ -55,9 +58,23 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// The command line, for which an empty variable is one that is not set, as for most programs.
+    /// An empty store and an empty configuration have a meaning of their own.
+    fn with_variables() -> clap::Command {
+        let is_empty = |name: &str| env::var_os(name).is_some_and(|value| value.is_empty());
+        let variables =
+            [("state_dir", STATE_DIR), ("cache_dir", CACHE_DIR), ("log_level", log::VARIABLE)];
+        variables
+            .into_iter()
+            .filter(|(_, name)| is_empty(name))
+            .fold(Self::command(), |command, (id, _)| {
+                command.mut_arg(id, |argument| argument.env(None::<&'static str>))
+            })
+    }
+
     /// Parses the command line, and remembers the options whose values are from the environment.
     pub(crate) fn parse_line(arguments: &[OsString]) -> Result<Self, clap::Error> {
-        let mut matches = Self::command().try_get_matches_from(arguments)?;
+        let mut matches = Self::with_variables().try_get_matches_from(arguments)?;
         let from_environment =
             |id: &&str| matches.value_source(id) == Some(ValueSource::EnvVariable);
         let variables =
@@ -217,8 +234,8 @@ otherwise.")]
     #[command(after_help = health::EXAMPLES)]
     Health(health::Health),
     /// Show or change the level and the format of the running daemon's log
-    #[command(after_help = log::EXAMPLES)]
-    Log(log::Log),
+    #[command(after_help = log_command::EXAMPLES)]
+    Log(log_command::Log),
     /// Show which reads of a mount had to wait: when, how long, for which file and object
     #[command(after_help = watch_args::TRACE_EXAMPLES)]
     Trace(watch_args::Trace),
@@ -248,7 +265,7 @@ pub(crate) struct Export {
     #[arg(value_name = "MOUNT", conflicts_with = "writes")]
     pub(crate) path: Option<PathBuf>,
     /// Export the tree of these kept writes, which must not be mounted
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: Option<String>,
     /// The archive; - is standard output
     #[arg(long, short, value_name = "FILE", default_value = "-")]
@@ -344,14 +361,14 @@ pub(crate) struct Mount {
     #[arg(long, value_enum, value_name = "POLICY")]
     pub(crate) pull: Option<pull::Pull>,
     /// Keep writes under this name; a later mount with the name has them again
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: Option<String>,
     /// Allow no writes
     #[arg(long, conflicts_with_all = ["writes", "write_limit", "thin", "reserve", "writes_device"])]
     pub(crate) read_only: bool,
     /// Limit of the writes, reserved step by step ahead of them [default: 10G, or a quarter of the
     /// free space]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_write_limit)]
     pub(crate) write_limit: Option<u64>,
     /// Reserve the whole write limit at once: no write fails because the host is full, and one
     /// `fallocate` may use all of it
@@ -409,13 +426,13 @@ pub(crate) struct CreateEmpty {
     /// An empty directory
     pub(crate) path: PathBuf,
     /// Keep mapped files and writes under this name; `burgeon mount` finds them again
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: String,
     /// Size of the virtual area [default: 16P; for kept writes, their own]
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_virtual_size)]
     pub(crate) virtual_size: Option<u64>,
     /// Limit of the writes [default: 10G, or a quarter of the free space]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_write_limit)]
     pub(crate) write_limit: Option<u64>,
     /// Reserve the whole write limit at once
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]

@@ -5,7 +5,10 @@ use std::{ffi::OsString, path::PathBuf};
 use burgeon_container::Network;
 use clap::ValueEnum;
 
-use crate::{pull::Pull, quantities::parse_size};
+use crate::{
+    pull::Pull,
+    quantities::{parse_write_limit, parse_writes},
+};
 
 pub(crate) const BUNDLE_EXAMPLES: &str = "\
 Examples:
@@ -45,13 +48,13 @@ pub(crate) struct Choices {
     #[arg(long, value_name = "NAME", default_value = "burgeon")]
     pub(crate) hostname: String,
     /// Keep writes under this name; a later mount with the name has them again
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: Option<String>,
     /// Allow no writes; the image's volumes are empty and writable
     #[arg(long, conflicts_with_all = ["writes", "write_limit"])]
     pub(crate) read_only: bool,
     /// Limit of the writes, as for `mount`
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_write_limit)]
     pub(crate) write_limit: Option<u64>,
     /// Policy for asking a registry for the current image, as for `mount` [default: newer]
     #[arg(long, value_enum, value_name = "POLICY")]

@@ -130,14 +130,25 @@ fn main() -> ExitCode {
             if let Some((option, variable)) = global::blamed_variable(&e, &arguments) {
                 eprintln!("note: {option} is taken from the environment variable {variable}");
             }
-            e.exit()
+            // Help is lost on a full disk, as any output.
+            if let Err(refused) = e.print()
+                && !e.use_stderr()
+            {
+                output::note(Err(refused));
+            }
+            let code = ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
+            return complete(code);
         }
     };
     if let Some(level) = args.global.log_level {
         log::begin_at(level, log::Process::Command);
     }
     let json = args.global.json;
-    let code = commands::run(args).unwrap_or_else(|e| exit::report(&e, json));
+    complete(commands::run(args).unwrap_or_else(|e| exit::report(&e, json)))
+}
+
+/// The exit code of a command that has printed its output, or could not.
+fn complete(code: ExitCode) -> ExitCode {
     match output::refused() {
         Some(e) if code == ExitCode::SUCCESS => {
             let e = e.into();

@@ -1,8 +1,23 @@
-//! Quantities on the command line: sizes, rates, numbers of threads.
+//! Values on the command line: sizes, rates, numbers of threads, names of writes.
 
 use std::num::NonZeroUsize;
 
-use burgeon_daemon::protocol::CacheAmount;
+use burgeon_daemon::{WRITE_LIMIT_MIN, protocol::CacheAmount, writes};
+
+/// A name of writes.
+pub(crate) fn parse_writes(text: &str) -> Result<String, String> {
+    writes::check_name(text).map(|()| text.to_owned()).map_err(|e| e.to_string())
+}
+
+/// A write limit that btrfs can work with, in bytes.
+pub(crate) fn parse_write_limit(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        size if size < WRITE_LIMIT_MIN => {
+            Err(format!("{text} is too small: btrfs needs at least {} MiB", WRITE_LIMIT_MIN >> 20))
+        }
+        size => Ok(size),
+    }
+}
 
 /// A number of bytes a second.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
@@ -65,12 +80,24 @@ pub(crate) fn parse_virtual_size(text: &str) -> Result<u64, String> {
 mod tests {
     use burgeon_daemon::protocol::CacheAmount;
 
-    use super::{parse_amount, parse_size, parse_virtual_size};
+    use super::{parse_amount, parse_size, parse_virtual_size, parse_write_limit, parse_writes};
 
     #[test]
     fn a_virtual_area_has_a_size() {
         assert_eq!(parse_virtual_size("1K"), Ok(1 << 10));
         assert!(parse_virtual_size("0").is_err() && parse_virtual_size("0G").is_err());
+    }
+
+    #[test]
+    fn writes_have_a_name_and_room() {
+        assert_eq!(parse_writes("w:1"), Ok("w:1".to_owned()));
+        for bad in ["", "..", "a/b", "a.lock"] {
+            assert!(parse_writes(bad).unwrap_err().contains("not a valid name"), "{bad}");
+        }
+        assert_eq!(parse_write_limit("1G"), Ok(1 << 30));
+        for bad in ["0", "1M", "255M"] {
+            assert!(parse_write_limit(bad).unwrap_err().contains("too small"), "{bad}");
+        }
     }
 
     #[test]

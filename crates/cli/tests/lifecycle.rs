@@ -218,7 +218,7 @@ fn a_refused_mount_names_the_reason() {
     burgeon.fails(&["mount", "sample", &path(&tree.join("tiny"))], 1, "not a directory");
     burgeon.fails(&["mount", "sample", &path(&tree)], 1, "not empty");
     burgeon.fails(&["mount", "sampel", &path(&empty)], 3, "sample");
-    burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "1M"], 1, "too small");
+    burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "1M"], 2, "too small");
     let too_much = ["mount", "sample", &path(&empty), "--write-limit", "900T", "--reserve"];
     burgeon.fails(&too_much, 6, "leave --reserve out");
     burgeon.fails(&["umount", &path(&empty)], 3, "nothing is mounted");

@@ -121,10 +121,24 @@ fn a_level_is_answered_by_the_documented_ones() {
     burgeon.fails(&["list", "--log-level", "foo"], 2, "error, warn, info, debug, off");
     burgeon.ok(&["list", "--log-level", "debug"]);
     // Nobody has typed the option.
-    for level in ["foo", ""] {
-        let output = burgeon.command(&["list"]).env("BURGEON_LOG", level).output().unwrap();
+    let output = burgeon.command(&["list"]).env("BURGEON_LOG", "foo").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("variable BURGEON_LOG"), "{said}");
+    for empty in ["BURGEON_LOG", "BURGEON_CACHE_DIR"] {
+        let output = burgeon.command(&["list"]).env(empty, "").output().unwrap();
+        assert!(output.status.success(), "{empty}: {output:?}");
+    }
+}
+
+#[test]
+fn help_that_cannot_be_written_is_a_failure() {
+    let Installation { burgeon, .. } = installation("full");
+    for option in ["--help", "--version"] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = burgeon.command(&[option]).stdout(full).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(2) && said.contains("variable BURGEON_LOG"), "{said}");
+        assert_eq!(output.status.code(), Some(6), "{said}");
+        assert!(said.contains("cannot write to standard output"), "{said}");
     }
 }
 
