@@ -141,6 +141,7 @@ fn a_full_disk_replaces_nothing_and_is_named() {
     let said = burgeon.run(&["mount", "image", other.to_str().unwrap(), "--read-only"]);
     assert_eq!(said.code, Some(6), "{said:?}");
     assert!(said.stderr.contains("free now: ") && !said.stderr.contains("--store"), "{said:?}");
+    drop(file);
     fs::remove_file(&filler).unwrap();
     burgeon.ok(&["upgrade"]);
     assert_ne!(burgeon.status()["supervisor_pid"], before);
