@@ -10,6 +10,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use rustix::mount::{MountFlags, mount_remount};
 use serde_json::Value;
 use testkit::{Burgeon, Rng, Space, compare};
 
@@ -182,6 +183,26 @@ fn room_is_made_on_a_full_disk() {
     burgeon.ok(&["rm", "sample"]);
     let collected = json(&burgeon, &["gc"]);
     assert!(collected["bytes"].as_u64().unwrap() >= 3_000_000, "{collected:#}");
+    drop(burgeon);
+}
+
+#[test]
+fn a_read_only_disk_is_named_with_its_remedy() {
+    let space = Space::new("read-only-store");
+    let disk = space.small_disk("disk", 64 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    let tree = tree(&space, "tree", 1);
+    burgeon.build(&tree, "sample");
+    mount_remount(disk.path(), MountFlags::RDONLY, c"").unwrap();
+    for arguments in [&["build", tree.to_str().unwrap(), "other"][..], &["gc"], &["disks"]] {
+        burgeon.fails(arguments, 1, "mount that file system writable");
+    }
+    // What can be known is told.
+    let finished = burgeon.run(&["verify", "sample"]);
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    assert!(finished.stderr.contains("is not recorded"), "{finished:#?}");
+    burgeon.fails(&["snapshotter", "status"], 3, "no snapshotter has had the root");
+    mount_remount(disk.path(), MountFlags::empty(), c"").unwrap();
     drop(burgeon);
 }
 

@@ -306,7 +306,17 @@ pub fn read(root: &Path) -> Result<Loaded> {
     let records = root.join(RECORDS);
     let failed = |e| Error::io(format!("cannot read {}", records.display()), e);
     let mut loaded = Loaded::default();
-    for entry in records.read_dir().map_err(failed)? {
+    let entries = records.read_dir().map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => {
+            let what = format!(
+                "no snapshotter has had the root {}: `burgeon snapshotter` makes it at its start",
+                root.display()
+            );
+            Error::new(ErrorKind::NotFound, what)
+        }
+        _ => failed(e),
+    });
+    for entry in entries? {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if name.ends_with(DAMAGED) {

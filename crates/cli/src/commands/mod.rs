@@ -7,12 +7,12 @@ pub(crate) mod cache;
 mod cache_parts;
 pub(crate) mod config;
 mod demo;
+mod disk_errors;
 pub(crate) mod disks;
 mod doctor;
 pub(crate) mod export;
 mod far;
 mod finding;
-mod full;
 pub(crate) mod health;
 pub(crate) mod images;
 mod inspect;
@@ -296,7 +296,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let stores_images = takes_repository
         || matches!(args.command, Command::Index(_) | Command::Bundle(_) | Command::Run(_));
     let done = perform(&context, args.command);
-    done.map_err(|e| full::explain(&context, e, stores_images))
+    done.map_err(|e| disk_errors::explain(&context, e, stores_images))
 }
 
 fn perform(context: &Context, command: Command) -> Result<ExitCode> {

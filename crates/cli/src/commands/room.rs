@@ -26,7 +26,7 @@ use burgeon_daemon::{
 use burgeon_image::catalog::ImageRecord;
 use rustix::fs::statvfs;
 
-use super::{Context, full::free_in};
+use super::{Context, disk_errors::free_in};
 
 /// The room that a child asks for ahead of what it has stored.
 pub(super) const STEP: u64 = 64 << 20;

@@ -37,10 +37,13 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     let damaged = !verified.damage.is_empty();
     // Decides whether later builds reuse its chunks. No state directory is created for this.
     if context.state.root().exists() {
-        context.provenance().update(&digest, |known| {
+        let recorded = context.provenance().update(&digest, |known| {
             known.verified = !damaged;
             known.made_here &= !damaged;
-        })?;
+        });
+        if let Err(error) = recorded {
+            eprintln!("note: the result is not recorded, so builds do not know it: {error}");
+        }
     }
     if context.json {
         let damage: Vec<_> = verified.damage.iter().map(damage_json).collect();

@@ -1,32 +1,38 @@
-//! A local disk that is full: the free space and the remedies.
+//! A local disk that is full or read-only: the free space and the remedies.
 
 use std::path::Path;
 
 use burgeon_block::{Error, ErrorKind};
-use rustix::fs::statvfs;
+use rustix::{fs::statvfs, io::Errno};
 
 use super::Context;
 use crate::output::bytes;
 
-/// Adds the free space and the remedies to the error, if a local disk is full. `stores_images` is
-/// true for a command that may put an image into the store.
+/// Adds the free space and the remedies to the error, if a local disk is full or read-only.
+/// `stores_images` is true for a command that may put an image into the store.
 pub(super) fn explain(
     context: &Context,
     error: anyhow::Error,
     stores_images: bool,
 ) -> anyhow::Error {
     let text = format!("{error:#}");
-    let is_full = error.downcast_ref().is_some_and(|e: &Error| e.kind() == ErrorKind::NoSpace);
+    let kind = error.downcast_ref().map(Error::kind);
+    let is_of = |all: &[Errno]| all.iter().any(|errno| text.contains(&errno.to_string()));
+    if kind == Some(ErrorKind::LocalIo) && is_of(&[Errno::ROFS]) {
+        let what = format!(
+            "{text}: mount that file system writable (`dmesg` tells whether the kernel made it \
+             read-only after an error), or name another directory with --state-dir or --store"
+        );
+        return Error::new(ErrorKind::LocalIo, what).into();
+    }
     // Other errors of this kind, such as a registry without room, name their own remedy.
-    let of_system = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
-    if !is_full || !of_system.iter().any(|errno| text.contains(&errno.to_string())) {
+    if kind != Some(ErrorKind::NoSpace) || !is_of(&[Errno::NOSPC, Errno::DQUOT]) {
         return error;
     }
     let root = context.state.root();
     let location = context.store_location();
     let names = |place: &Path| text.contains(&format!("{}/", place.display()));
-    let is_store =
-        stores_images && location.folder().is_none_or(|store| names(store) || !names(root));
+    let is_store = stores_images && (location.folder().is_some_and(names) || !names(root));
     let store = location.folder().filter(|_| is_store);
     let mut free: Vec<_> = [store, Some(root)]
         .into_iter()
