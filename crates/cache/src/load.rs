@@ -66,8 +66,9 @@ pub(crate) fn run(
 
     let number = journals.last().copied().or(newest).unwrap_or(0);
     persist.number = persist.number.max(number);
+    persist.loaded = journals;
     let is_long = len > lock(&shared.settings).journal_len;
-    persist.wants_checkpoint = is_long || journals.len() > JOURNALS;
+    persist.wants_checkpoint = is_long || persist.loaded.len() > JOURNALS;
     // A file that stays is tried again by the next server; loading twice would be worse.
     let stays = |error| tracing::warn!(%error, "an old file of the cache stays");
     for name in names.iter().filter(|name| *name == UNFINISHED || name.starts_with("spare-")) {

@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use burgeon_block::Result;
+use burgeon_block::{ErrorKind, Result};
 
 use crate::{
     checkpoint,
@@ -44,6 +44,8 @@ pub(crate) struct Persist {
     journal: Option<Journal>,
     /// The number of the journal that is written, or was last.
     pub(crate) number: u64,
+    /// The journals that were loaded: the server that wrote them may have died before it synced them.
+    pub(crate) loaded: Vec<u64>,
     checkpoint: Option<Checkpoint>,
     /// The journals are long, or lack something.
     pub(crate) wants_checkpoint: bool,
@@ -197,6 +199,15 @@ impl Persist {
         while is_incomplete && self.checkpoint.is_some() {
             self.continue_checkpoint(shared)?;
         }
+        for number in &self.loaded {
+            match shared.disk.open(&journal_name(*number), IoMode::Bytes) {
+                Ok(journal) => journal.sync()?,
+                // A checkpoint has taken its place.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.loaded.clear();
         self.journal.as_ref().map_or(Ok(()), |journal| journal.file.sync())?;
         shared.disk.sync()
     }

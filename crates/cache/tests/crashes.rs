@@ -1,114 +1,19 @@
-//! A model against the cache on a disk that crashes, lies and is full: after whatever happened, a
-//! key gives its bytes or a miss, once the caller has verified them.
+//! The cache on a disk that crashes, lies and is full (`common/lives.rs`).
 
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use burgeon_cache::{
     Amount, Cache, ChunkStore, Settings, Why, policy::Clock, testing::CrashingDisk,
 };
-use common::{chunk, is_here, key, settings};
-use testkit::Rng;
-
-const LIMIT: u64 = 2 << 20;
-const KEYS: u64 = 60;
-
-fn open(disk: &CrashingDisk) -> Cache {
-    let pause = Duration::ZERO;
-    let short = Settings {
-        journal_len: 4000,
-        pause_min: pause,
-        pause_max: pause,
-        memory: 64 << 10,
-        ..settings(LIMIT)
-    };
-    Cache::over(Arc::new(disk.clone()), short, Box::<Clock>::default())
-}
-
-/// The keys that are durable: found at the last successful sync, and not forgotten since.
-#[derive(Default)]
-struct Model {
-    durable: BTreeSet<u64>,
-    /// Bytes evicted or moved before that: a moved chunk is as new as one that was just admitted.
-    gone: u64,
-}
-
-fn gone(cache: &Cache) -> u64 {
-    let report = cache.report();
-    report.evicted + report.moved
-}
-
-fn step(cache: &Cache, rng: &mut Rng, model: &mut Model) {
-    let n = rng.below(KEYS);
-    match rng.below(20) {
-        0..10 => {
-            let why = *rng.pick(&[Why::Read, Why::Read, Why::Prefetch, Why::Fill]);
-            cache.admit(key(n), &chunk(n), why);
-        }
-        10..15 => drop(is_here(cache, n)),
-        15 => drop(cache.evict(rng.below(LIMIT / 8))),
-        16 => drop(cache.make_room(rng.below(LIMIT / 4))),
-        17 => cache.drop_keys(&[key(n)]),
-        18 => {
-            if cache.sync().is_ok() {
-                let is_found = |n: &u64| {
-                    let place = cache.find(&key(*n));
-                    place.is_some_and(|place| place.to_bits() >> 63 == 0)
-                };
-                model.durable = (0..KEYS).filter(is_found).collect();
-                model.gone = gone(cache);
-            }
-        }
-        _ => cache.upkeep(),
-    }
-    if gone(cache) != model.gone {
-        model.durable.clear();
-    }
-}
-
-fn run(seed: u64, lives: u64, off_after: u64, lies: u64) -> u64 {
-    let disk = CrashingDisk::new(LIMIT * 8, seed);
-    let mut rng = Rng::new(seed);
-    let mut disk = disk;
-    for life in 0..lives {
-        let cache = open(&disk);
-        disk.off_after(off_after);
-        disk.lie(lies);
-        let mut model = Model { gone: gone(&cache), ..Model::default() };
-        for _ in 0..150 {
-            step(&cache, &mut rng, &mut model);
-            let report = cache.report();
-            assert!(report.used <= LIMIT, "seed {seed} {report:?}");
-        }
-        drop(cache);
-        assert!(disk.arenas_peak() <= LIMIT + 64 * lies * 4096, "seed {seed}");
-        disk.lie(0);
-        disk = if rng.below(3) == 0 {
-            disk.off_after(u64::MAX);
-            disk.reboot()
-        } else {
-            disk.crash()
-        };
-        let cache = open(&disk);
-        // Its start may evict, to have headroom below the limit again.
-        let is_complete = gone(&cache) == 0;
-        let here: BTreeSet<u64> = (0..KEYS).filter(|n| is_here(&cache, *n)).collect();
-        if lies == 0 && is_complete {
-            let missing: Vec<_> = model.durable.difference(&here).collect();
-            assert!(missing.is_empty(), "seed {seed} off {off_after} life {life}: {missing:?}");
-        }
-        // It goes on as if nothing had been.
-        (0..4).for_each(|_| cache.upkeep());
-        assert!(cache.admit(key(KEYS), &chunk(KEYS), Why::Read).is_some());
-        assert!(is_here(&cache, KEYS), "seed {seed} off {off_after}");
-        drop(cache);
-        disk = disk.reboot();
-    }
-    disk.changes()
-}
+use common::{
+    chunk, is_here, key,
+    lives::{LIMIT, checkpointed, full, handed_on, left_over, open, run},
+    settings,
+};
 
 #[test]
 fn every_change_of_a_seed_may_be_the_last() {
@@ -123,7 +28,7 @@ fn every_change_of_a_seed_may_be_the_last() {
 
 #[test]
 fn many_seeds_with_crashes() {
-    for seed in 100..200 {
+    for seed in 0..200 {
         run(seed, 3, seed * 7 % 331, 0);
     }
 }
@@ -137,23 +42,22 @@ fn lost_and_misdirected_writes_cost_misses() {
 
 #[test]
 fn a_full_disk_costs_misses_and_the_cache_recovers() {
-    for seed in 0..20 {
-        let disk = CrashingDisk::new(LIMIT * 2, seed);
-        let cache = open(&disk);
-        for n in 0..40 {
-            cache.admit(key(n), &chunk(n), Why::Read);
-        }
-        disk.others_take(LIMIT * 2);
-        for n in 0..KEYS {
-            cache.admit(key(n), &chunk(n), Why::Read);
-            is_here(&cache, n);
-        }
-        cache.upkeep();
-        assert_eq!(cache.report().chunks, 0, "others want all of it");
-        disk.others_take(0);
-        cache.upkeep();
-        assert!(cache.admit(key(1), &chunk(1), Why::Read).is_some() && is_here(&cache, 1));
-    }
+    (0..20).for_each(full);
+}
+
+#[test]
+fn a_sync_makes_the_records_of_a_killed_server_durable() {
+    (0..40).for_each(handed_on);
+}
+
+#[test]
+fn no_moment_of_a_checkpoint_loses_what_was_synced() {
+    (0..400).for_each(checkpointed);
+}
+
+#[test]
+fn what_a_killed_server_has_left_counts() {
+    (0..20).for_each(left_over);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
+pub mod lives;
+
 use burgeon_cache::{Amount, Cache, ChunkKey, ChunkStore, Domain, KeyKind, Settings};
 
 pub const BLOCK: u64 = 4096;
