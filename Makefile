@@ -167,7 +167,8 @@ try-tarball:
 	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools docker-registry=docker-registry \
 		openssl=openssl
 	$(ADD_STATIC)
-	folder=$$(mktemp -d) && tar -xzf "$$(dist/tarball)" --strip-components=1 -C "$$folder" && \
+	archive=$$(dist/tarball) && (cd "$$(dirname "$$archive")" && sha256sum --check SHA256SUMS) && \
+		folder=$$(mktemp -d) && tar -xzf "$$archive" --strip-components=1 -C "$$folder" && \
 		$(SUDO) env BURGEON_STATIC="$$folder/burgeon" $(CARGO) test --locked --package burgeon \
 			--test empty_chroot; \
 		status=$$?; rm -rf "$$folder"; exit $$status

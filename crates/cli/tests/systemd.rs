@@ -15,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-use testkit::{kill, processes_with};
+use testkit::{Fault, Proxy, Space, WebServer, kill, processes_with};
 
 use installed::{
     INSTALLED, STATE, await_that, content, drop_caches, install, output, place, property, run, tree,
@@ -372,6 +372,34 @@ fn a_persistent_mount_without_its_store_fails_and_heals() {
     run("burgeon", &["umount", "--forget", "/mnt/q"]);
     assert!(!Path::new("/etc/systemd/system/mnt-q.mount").exists());
     assert_eq!(property(timer, "ActiveState"), "inactive");
+    run("burgeon", &["shutdown"]);
+}
+
+/// The machine has started anew, so nothing of the image is prepared, and nobody answers yet.
+#[test]
+fn a_persistent_mount_of_an_unreachable_store_fails_and_heals() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree", "--store", "/tmp/published"]);
+    let space = Space::new("published");
+    let server = WebServer::nginx(Path::new("/tmp/published"), &space.path("nginx")).unwrap();
+    let way = Proxy::new(server.address(), 1).unwrap();
+    let store = format!("http://{}/", way.address());
+    fs::create_dir_all("/mnt/r").unwrap();
+    let mount = ["mount", "tree", "/mnt/r", "--read-only", "--persist", "--store", &store];
+    run("burgeon", &mount);
+    run("systemctl", &["stop", "mnt-r.mount"]);
+    run("burgeon", &["shutdown"]);
+    fs::remove_dir_all(format!("{STATE}/images")).unwrap();
+    way.spoil(1000, &[Fault::Reset]);
+    let failed = output("timeout", &["300", "systemctl", "start", "mnt-r.mount"]);
+    assert!(!failed.status.success() && failed.status.code() != Some(124), "{failed:?}");
+    let timer = "burgeon-retry@mnt-r.timer";
+    await_that("another attempt is planned", || property(timer, "ActiveState") == "active");
+    way.spoil(0, &[]);
+    run("systemctl", &["start", "mnt-r.mount"]);
+    assert_eq!(fs::read("/mnt/r/3").unwrap(), content(3));
+    run("burgeon", &["umount", "--forget", "/mnt/r"]);
     run("burgeon", &["shutdown"]);
 }
 
