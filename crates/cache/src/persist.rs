@@ -44,7 +44,7 @@ pub(crate) struct Persist {
     journal: Option<Journal>,
     /// The number of the journal that is written, or was last.
     pub(crate) number: u64,
-    /// The journals that were loaded: the server that wrote them may have died before it synced them.
+    /// The journals that were loaded: the server that wrote them may have died before a sync.
     pub(crate) loaded: Vec<u64>,
     checkpoint: Option<Checkpoint>,
     /// The journals are long, or lack something.

@@ -1,8 +1,7 @@
 //! The command line.
 
-use std::{env, ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, path::PathBuf};
 
-use burgeon_daemon::{CACHE_DIR, log};
 use clap::{
     Args as ClapArgs, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum,
     parser::ValueSource,
@@ -10,12 +9,10 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{
-        accelerate, cache, config, disks, health, log as log_command, metrics, snapshotter,
-    },
+    commands::{accelerate, cache, config, disks, health, log, metrics, snapshotter},
     container_args::{self, Bundle, Run},
     data_args::{self, LetGo, Pin, Prefetch},
-    global::{Global, STATE_DIR},
+    global::{self, Global},
     pull,
     quantities::{parse_size, parse_virtual_size, parse_write_limit, parse_writes},
     transport::Transport,
@@ -58,23 +55,10 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// The command line, for which an empty variable is one that is not set, as for most programs.
-    /// An empty store and an empty configuration have a meaning of their own.
-    fn with_variables() -> clap::Command {
-        let is_empty = |name: &str| env::var_os(name).is_some_and(|value| value.is_empty());
-        let variables =
-            [("state_dir", STATE_DIR), ("cache_dir", CACHE_DIR), ("log_level", log::VARIABLE)];
-        variables
-            .into_iter()
-            .filter(|(_, name)| is_empty(name))
-            .fold(Self::command(), |command, (id, _)| {
-                command.mut_arg(id, |argument| argument.env(None::<&'static str>))
-            })
-    }
-
     /// Parses the command line, and remembers the options whose values are from the environment.
     pub(crate) fn parse_line(arguments: &[OsString]) -> Result<Self, clap::Error> {
-        let mut matches = Self::with_variables().try_get_matches_from(arguments)?;
+        let mut matches =
+            global::without_empty_variables(Self::command()).try_get_matches_from(arguments)?;
         let from_environment =
             |id: &&str| matches.value_source(id) == Some(ValueSource::EnvVariable);
         let variables =
@@ -234,8 +218,8 @@ otherwise.")]
     #[command(after_help = health::EXAMPLES)]
     Health(health::Health),
     /// Show or change the level and the format of the running daemon's log
-    #[command(after_help = log_command::EXAMPLES)]
-    Log(log_command::Log),
+    #[command(after_help = log::EXAMPLES)]
+    Log(log::Log),
     /// Show which reads of a mount had to wait: when, how long, for which file and object
     #[command(after_help = watch_args::TRACE_EXAMPLES)]
     Trace(watch_args::Trace),

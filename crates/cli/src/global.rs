@@ -50,6 +50,17 @@ pub(crate) const STORE: &str = "BURGEON_STORE";
 pub(crate) const STATE_DIR: &str = "BURGEON_STATE_DIR";
 pub(crate) const CONFIG: &str = "BURGEON_CONFIG";
 
+/// The command line, for which an empty variable is one that is not set, as for most programs. An
+/// empty store and an empty configuration have a meaning of their own.
+pub(crate) fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |name: &str| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    let variables =
+        [("state_dir", STATE_DIR), ("cache_dir", CACHE_DIR), ("log_level", log::VARIABLE)];
+    variables.into_iter().filter(|(_, name)| is_empty(name)).fold(command, |command, (id, _)| {
+        command.mut_arg(id, |argument| argument.env(None::<&'static str>))
+    })
+}
+
 /// The option that the error is about, and the environment variable that gives its value.
 pub(crate) fn blamed_variable(
     error: &clap::Error,

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! It finds what makes every start fail: a record or a configuration that this version refuses, a
-//! feature of the kernel that is missing, a sandbox that cannot be made, a full disk. The mounts and
-//! the running daemon notice nothing.
+//! feature of the kernel that is missing, a sandbox that cannot be made, a full disk. The mounts
+//! and the running daemon notice nothing.
 
 use std::{
     fs::{self, File},

@@ -1,5 +1,5 @@
-//! Tests that find nothing prove nothing: each bug of `bugs.rs` must be found by what the cache's own
-//! tests do, `crates/cache/tests/common`, or by one of the promises below.
+//! Tests that find nothing prove nothing: each bug of `bugs.rs` must be found by what the cache's
+//! own tests do, `crates/cache/tests/common`, or by one of the promises below.
 
 #![allow(clippy::unwrap_used)]
 

@@ -91,7 +91,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("accelerate-simulator", &["burgeon-accelerate", "burgeon-block", "testkit"]),
     ("buggy-accelerate", &["burgeon-block"]),
     ("buggy-accelerate-simulator", &["buggy-accelerate", "burgeon-block", "testkit"]),
-    ("buggy-cache", &["burgeon-block", "testkit"]),
+    ("buggy-cache", &["burgeon-block"]),
     ("buggy-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     (
         "buggy-simulator",

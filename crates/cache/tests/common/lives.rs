@@ -1,5 +1,5 @@
-//! A model against the cache on a disk that crashes and lies: after whatever happened, a key gives its
-//! bytes or a miss, once the caller has verified them; and limits hold.
+//! A model against the cache on a disk that crashes and lies: after whatever happened, a key gives
+//! its bytes or a miss, once the caller has verified them; and limits hold.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -66,8 +66,8 @@ fn step(cache: &Cache, rng: &mut Rng, model: &mut Model) {
     }
 }
 
-/// Runs `lives` lives of a cache; the power fails after `off_after` changes of its files, and of its
-/// writes up to `lies` are lost or go elsewhere. Returns the number of changes.
+/// Runs `lives` lives of a cache; the power fails after `off_after` changes of its files. One of
+/// `lies` writes is lost, and one goes elsewhere. Returns the number of changes.
 pub fn run(seed: u64, lives: u64, off_after: u64, lies: u64) -> u64 {
     let disk = CrashingDisk::new(LIMIT * 8, seed);
     let mut rng = Rng::new(seed);
