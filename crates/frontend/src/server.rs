@@ -83,7 +83,8 @@ pub struct ServeOptions {
 }
 
 impl ServeOptions {
-    /// Two threads a CPU, between 2 and 8; two helpers a CPU for all clones of this; 32 MiB for
+    /// Two threads a CPU, between 2 and 8; two helpers a CPU for all clones of this, beside those
+    /// that are started while a mount's threads wait for a disk; 32 MiB for
     /// misses; the ublk driver with the rights of this process.
     pub fn new(runtime: Handle) -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
@@ -294,10 +295,14 @@ impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
             reader.has_worked = true;
             self.readers.helper_works();
         } else if self.readers.take_wish() {
-            let helper = self.clone();
-            let start = || start_thread(move || helper.run(Role::Helper));
+            let start = || self.start_helper_thread();
             self.readers.start_helper(|| self.control.is_stopping(), start);
         }
+    }
+
+    fn start_helper_thread(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
+        let helper = self.clone();
+        start_thread(move || helper.run(Role::Helper))
     }
 
     /// The thread's read was interrupted: frees its buffer if the mount is idle. True if the thread
@@ -408,8 +413,13 @@ impl<D: BlockDevice, A: Changes<D>> Call for ReaderCall<'_, D, A> {
 
     /// At once: the other threads go on meanwhile.
     fn load(mut self, load: Load, file: BorrowedFd<'_>) -> Loading<Self> {
+        let worker = self.worker;
         let read = match self.buffer(load.read_len()) {
-            Ok(buffer) => load.read_now(file, buffer),
+            Ok(buffer) => worker.readers.wait_for_disk(
+                || worker.control.is_stopping(),
+                || worker.start_helper_thread(),
+                || load.read_now(file, buffer),
+            ),
             Err(errno) => Err(io::Error::from_raw_os_error(errno)),
         };
         Loading::Here(self, read)

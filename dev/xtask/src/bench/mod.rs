@@ -6,6 +6,7 @@
 //!   build   seconds and bytes: ours ÷ mksquashfs, mkfs.erofs
 //!   memory  of the daemon's processes with idle mounts
 //!   virtual mounts with a virtual area, and mapping trees into one
+//!   disk    reads of cached data on a disk ÷ btrfs on a loop device on the same (only if asked for)
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
 //!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
 //!           ublk-queues: numbers of queues and depths
@@ -13,7 +14,8 @@
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
-//! of runs that took turns, and of those the median. Everything lies in memory (tmpfs).
+//! of runs that took turns, and of those the median. Everything lies in memory (tmpfs), but for
+//! the part `disk`.
 //!
 //! ```text
 //!   xtask bench ── waits for ──► sh, the first process of namespaces of its own
@@ -26,6 +28,7 @@
 mod beside;
 mod build;
 mod burgeon;
+mod disk;
 mod machine;
 mod memory;
 mod mounts;
@@ -71,6 +74,9 @@ pub(crate) struct Options {
     /// Another build of the program, for the part `beside`.
     #[arg(long)]
     beside: Option<PathBuf>,
+    /// A folder on a disk, for the part `disk`.
+    #[arg(long, default_value = "target/tmp")]
+    disk: PathBuf,
     /// The program `rublk`, for the part `ublk`; without it devices are not compared.
     #[arg(long)]
     rublk: Option<PathBuf>,
@@ -119,12 +125,13 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "virtual" => virtual_area::measure(&bench, &mut table),
             "start" => start::measure(&bench, &mut table),
             "beside" => beside::measure(&bench, &mut table),
+            "disk" => disk::measure(&bench, &mut table),
             "ublk" => ublk::measure(&bench, &mut table),
             "ublk-queues" => ublk::measure_queues(&bench, &mut table),
             other => {
                 anyhow::bail!(
-                    "no part {other:?}: reads, mounts, build, memory, virtual, start, beside, \
-                     ublk, ublk-queues"
+                    "no part {other:?}: reads, mounts, build, memory, virtual, disk, start, \
+                     beside, ublk, ublk-queues"
                 )
             }
         };

@@ -1,7 +1,7 @@
 //! The same file in a btrfs without seed, reached in the ways that others offer.
 //!
 //! ```text
-//!   loop   btrfs on a loop device, direct I/O, on a file in memory        (no server at all)
+//!   loop   btrfs on a loop device, direct I/O, on a file                  (no server at all)
 //!   qemu   btrfs on a loop device on qemu-storage-daemon's FUSE export of such a file
 //! ```
 
@@ -31,10 +31,10 @@ impl Peer {
     }
 }
 
-/// btrfs on a direct-I/O loop device on a file in memory.
-pub(crate) fn plain_loop(bench: &Bench, tree: &Path, mib: u64) -> Result<Peer> {
-    let image = make_btrfs(&bench.path("loop.btrfs"), tree, mib)?;
-    attach(&image, &bench.path("loop"), None)
+/// btrfs on a direct-I/O loop device on a file in `folder`.
+pub(crate) fn plain_loop(folder: &Path, at: &Path, tree: &Path, mib: u64) -> Result<Peer> {
+    let image = make_btrfs(&folder.join("loop.btrfs"), tree, mib)?;
+    attach(&image, at, None)
 }
 
 /// The same behind qemu-storage-daemon's FUSE export.

@@ -100,7 +100,7 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     burgeon.mount_over("cached", &let_go, "fuse")?;
     burgeon.run(&["cache", "resize", "--keep-free", "0"])?;
     burgeon.run(&["let-go", &let_go.to_string_lossy()])?;
-    let plain = peers::plain_loop(bench, &tree, mib)?;
+    let plain = peers::plain_loop(bench.scratch.path(), &bench.path("loop"), &tree, mib)?;
     let qemu = peers::qemu(bench, &tree, mib)?;
 
     let mut targets =
