@@ -30,6 +30,9 @@ const CLIENTS_MAX: usize = 64;
 /// Write timeout towards a client.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// Time limit for mounts that were unmounted to be released, before a shutdown calls them mounted.
+const UNMOUNTED_MAX: Duration = Duration::from_secs(5);
+
 /// Stack size of a client's thread. Messages lie on the heap, but a mount may contact a registry:
 /// verifying a certificate took more than 256 KiB in an unoptimised build. Only touched pages use
 /// memory.
@@ -195,6 +198,9 @@ impl Supervisor {
                 self.await_release(id, Duration::from_millis(timeout_ms)).map(done)
             }
             Request::Shutdown { force } => {
+                if !force {
+                    self.await_unmounted(UNMOUNTED_MAX);
+                }
                 self.try_stop(force)?;
                 let _ = wire::send(stream, &Reply::Done, &[]);
                 self.end();

@@ -197,6 +197,22 @@ impl Supervisor {
             )),
         }
     }
+
+    /// Waits for mounts whose file system the kernel has released, and of which that is not noticed
+    /// yet: whoever unmounts with umount(8) and stops the daemon then has nothing mounted.
+    pub(super) fn await_unmounted(&self, timeout: Duration) {
+        let entries: Vec<_> = {
+            let table = self.table();
+            let handed_out = table.mounts.values().filter(|entry| entry.handed_out && !entry.lost);
+            handed_out.map(|entry| entry.record.clone()).collect()
+        };
+        let deadline = Instant::now() + timeout;
+        for record in entries.iter().filter(|record| !record.is_alive()) {
+            // The caller names what is still there.
+            let left = deadline.saturating_duration_since(Instant::now());
+            let _ = self.await_release(record.attach.id, left);
+        }
+    }
 }
 
 fn describe(entry: &MountEntry) -> String {

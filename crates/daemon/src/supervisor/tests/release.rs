@@ -90,6 +90,23 @@ fn a_mount_is_released_once_and_a_lost_one_never() {
     assert_eq!(supervisor.table().release_waiters, 0);
 }
 
+/// Nothing reports that the kernel has released a file system.
+#[test]
+fn a_shutdown_waits_for_mounts_that_have_ended() {
+    let supervised = Supervised::new();
+    let supervisor = &supervised.supervisor;
+    let ended = supervised.add(1, |_| ());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert!(supervised.comes(|table| table.release_waiters == 1), "it waits");
+            supervisor.release(ended);
+        });
+        supervisor.await_unmounted(testkit::PATIENCE);
+    });
+    assert!(!supervised.has(ended));
+    supervisor.try_stop(false).unwrap();
+}
+
 #[test]
 fn an_abandoned_mount_leaves_nothing_and_gives_its_writes_back() {
     let supervised = Supervised::new();
