@@ -23,6 +23,9 @@ struct Rig {
     at: PathBuf,
 }
 
+/// A name that would colour a terminal, and be two lines.
+const FORGED: &str = "a\u{1b}[31mb\nc";
+
 /// A mount of an image in a bucket behind a proxy.
 fn rig(space: &Space) -> (Rig, Mounted) {
     let s3 = S3::start().unwrap();
@@ -33,6 +36,7 @@ fn rig(space: &Space) -> (Rig, Mounted) {
     for number in 0..FILES {
         fs::write(tree.join(number.to_string()), Rng::new(number).bytes(LEN)).unwrap();
     }
+    fs::write(tree.join(FORGED), Rng::new(FILES).bytes(LEN)).unwrap();
     burgeon.build(tree.parent().unwrap(), "image");
     let at = space.path("at");
     let mounted = burgeon.mount("image", &at, &["--read-only", "--profile", "none"]);
@@ -106,6 +110,15 @@ fn a_wait_has_its_file_its_object_and_its_tries() {
     let summary = rig.burgeon.ok(&["trace", path, "--summary", "--threshold", "1"]);
     assert!(summary.contains("the longest") && summary.contains("errors: 0"), "{summary}");
     rig.burgeon.fails(&["trace", "/proc"], 1, "is in no mount");
+    drop_caches();
+    fs::read(rig.at.join("data").join(FORGED)).unwrap();
+    for more in [&["--top", "files"][..], &[]] {
+        let said = rig.burgeon.ok(&[&["trace", path, "--threshold", "0"], more].concat());
+        assert!(said.contains("data/a\\u{1b}[31mb\\nc"), "{said}");
+    }
+    let traced = rig.trace(&["--threshold", "0"]);
+    let is_forged = |wait: &Value| wait["file"].as_str().is_some_and(|it| it.ends_with(FORGED));
+    assert!(traced["waits"].as_array().unwrap().iter().any(is_forged), "{traced:#}");
 
     // Waits of the next seconds only, as they end.
     let arguments = ["trace", path, "--follow", "4", "--threshold", "1"];

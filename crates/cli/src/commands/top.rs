@@ -16,6 +16,7 @@ use anyhow::Result;
 use burgeon_block::Digest;
 use burgeon_daemon::{
     Client, MountId,
+    log::one_line,
     protocol::{MountStatus, Status},
 };
 use burgeon_image::Manifest;
@@ -156,7 +157,7 @@ fn show(
         text.push(String::new());
         text.push("WAITED      WAITS  FILE".to_owned());
         let row = |(took, waits, file): &(u64, u64, String)| {
-            format!("{:>9} {waits:>7}  {file}", duration_us(*took as f64))
+            format!("{:>9} {waits:>7}  {}", duration_us(*took as f64), one_line(file))
         };
         text.extend(files.iter().map(row));
     }
@@ -210,7 +211,7 @@ fn describe(status: &Status, rates: &Rates<'_>, room: usize, text: &mut Vec<Stri
             latency(mount.reads.source_latency.p50_us),
             latency(mount.reads.source_latency.p99_us),
             mount.image,
-            mount.target.display(),
+            output::path(&mount.target),
         ));
     }
     let more = mounts.len().saturating_sub(room.max(1));

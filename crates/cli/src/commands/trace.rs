@@ -18,6 +18,7 @@ use anyhow::Result;
 use burgeon_block::ByteRange;
 use burgeon_daemon::{
     Client, MountId,
+    log::one_line,
     protocol::{MountStatus, Reply, Request, Wait},
 };
 use burgeon_image::{Limits, Manifest, Profile, catalog};
@@ -67,7 +68,7 @@ impl Located {
             "{}  {took:>8}  {:<6}  {} +{offset} ({} bytes)  {object}{end}",
             ended.format("%H:%M:%S%.3f"),
             wait.tier,
-            self.file(),
+            one_line(self.file()),
             wait.len,
         );
     }
@@ -195,7 +196,7 @@ fn files(all: &[Located]) -> Vec<Value> {
 fn print_files(all: &[Located]) {
     let mut rows = vec![["TIME", "WAITS", "FILE"].map(str::to_owned).to_vec()];
     let row = |(took, waits, file): (u64, u64, String)| {
-        vec![duration_us(took as f64), waits.to_string(), file]
+        vec![duration_us(took as f64), waits.to_string(), one_line(&file)]
     };
     rows.extend(by_file(all).into_iter().map(row));
     output::table(&rows);
