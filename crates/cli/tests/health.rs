@@ -66,7 +66,10 @@ fn health_is_an_exit_code_within_a_time_limit() {
     let supervisor = pid(&burgeon, "supervisor_pid");
     send(supervisor, Signal::STOP);
     let (code, hangs) = health(&burgeon, &["--timeout", "1"]);
+    let metrics = burgeon.run(&["metrics"]);
     send(supervisor, Signal::CONT);
+    assert!(metrics.stdout.contains("burgeon_up 0") && metrics.code == Some(5), "{metrics:?}");
+    assert!(metrics.stderr.contains("does not answer within"), "{metrics:?}");
     assert_eq!(code, 1, "{hangs}");
     let finding = &hangs["findings"][0];
     assert!(finding["found"].as_str().unwrap().contains("does not answer within 1 s"), "{hangs}");
@@ -80,7 +83,10 @@ fn health_is_an_exit_code_within_a_time_limit() {
     let (code, hangs) = health(&burgeon, &["--timeout", "5", at.to_str().unwrap()]);
     let (said, metrics) = (burgeon.run(&["doctor"]), burgeon.ok(&["metrics"]));
     let seen = burgeon.run(&["status"]);
+    let cache = burgeon.run(&["cache", "status"]);
     send(server, Signal::CONT);
+    let says = format!("process {server}, has the cache and does not answer");
+    assert!(cache.code == Some(5) && cache.stderr.contains(&says), "{cache:?}");
     let finding = &hangs["findings"][0];
     assert_eq!((code, &finding["subject"]), (1, &"server".into()), "{hangs}");
     assert!(finding["found"].as_str().unwrap().contains("does not answer"), "{hangs}");

@@ -6,6 +6,7 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client,
+    doctor::mounts_without_daemon,
     protocol::{CacheAmount, CacheAnswer, CacheRequest, HostCache, ReadBytes, Reply, Request},
 };
 use clap::{Args as ClapArgs, Subcommand};
@@ -14,6 +15,7 @@ use super::{
     Context,
     cache_parts::{self, TypedLimit, parse_limit},
     named,
+    status::no_daemon,
 };
 use crate::{
     output::{self, bytes, counted},
@@ -88,10 +90,22 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
         }
         CacheCommand::Scrub { rate } => CacheRequest::Scrub { bytes_per_second: *rate },
     };
-    let Some(client) = Client::connect(&context.state)? else {
-        let what = "no daemon runs, so nobody has the cache: it runs while something is mounted";
+    let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
+        let what = match mounts_without_daemon(&context.state) {
+            0 => {
+                "no daemon runs, so nobody has the cache: it runs while something is mounted".into()
+            }
+            _ => no_daemon(context),
+        };
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     };
+    if let Some(server) = status.server_pid.filter(|_| !status.server_answers) {
+        let what = format!(
+            "the server, process {server}, has the cache and does not answer: `burgeon health` tells \
+             more"
+        );
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    }
     let changed = match &request {
         CacheRequest::Resize { parts, .. } => parts.clone(),
         _ => Vec::new(),

@@ -23,7 +23,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_metrics::Snapshot;
 use rustix::fs::OFlags;
 
-use super::wire;
+use super::{silence::is_readable, wire};
 use crate::state::paths::StateDir;
 
 /// The group whose processes may read the status.
@@ -147,6 +147,13 @@ pub fn ask(path: &Path) -> Result<Snapshot> {
     }
     stream.set_read_timeout(Some(ANSWER_MAX)).map_err(failed)?;
     stream.shutdown(Shutdown::Write).map_err(failed)?;
+    if !is_readable(&stream, ANSWER_MAX).map_err(failed)? {
+        let what = format!(
+            "the daemon of {shown} does not answer within {} s: `burgeon health` tells more",
+            ANSWER_MAX.as_secs()
+        );
+        return Err(Error::new(ErrorKind::Unavailable, what));
+    }
     let received = wire::receive::<Snapshot>(&stream)?;
     let ended = || Error::new(ErrorKind::Unavailable, format!("the daemon of {shown} is ending"));
     received.map(|(snapshot, _)| snapshot).ok_or_else(ended)

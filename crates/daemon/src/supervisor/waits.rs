@@ -31,8 +31,8 @@ impl Supervisor {
 }
 
 fn unanswered() -> Error {
-    let what = "no server of this version has answered: it is being started, or `burgeon upgrade` \
-                replaces it; try again";
+    let what = "no server has answered: it is being started, or hangs (`burgeon health`), or is of \
+                another version, which `burgeon upgrade` replaces; try again";
     Error::new(ErrorKind::Unavailable, what)
 }
 

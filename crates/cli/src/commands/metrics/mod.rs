@@ -28,7 +28,11 @@ use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::status_socket;
 use burgeon_metrics::{Disks, Snapshot};
 
-use crate::{exit::Usage, global::Global, output};
+use crate::{
+    exit::{self, Usage},
+    global::Global,
+    output,
+};
 pub(crate) use textfile::publish_and;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -77,6 +81,10 @@ pub(super) fn metrics(global: &Global, metrics: Metrics) -> Result<ExitCode> {
         return once(&source, global.json);
     }
     let listener = metrics.listen.map(listen).transpose()?;
+    if global.json {
+        let what = "--json prints one document: leave it out with --listen and --textfile";
+        return Err(Usage(what.to_owned()).into());
+    }
     let interval = Duration::from_secs(metrics.interval);
     match (listener, metrics.textfile) {
         (None, None) => Ok(ExitCode::SUCCESS),
@@ -100,14 +108,21 @@ fn listen(address: SocketAddr) -> Result<TcpListener> {
 
 /// Prints the text, or the snapshot as JSON.
 fn once(source: &Source, json: bool) -> Result<ExitCode> {
-    let snapshot = source.ask()?;
     if json {
-        output::print_json(&snapshot)?;
-    } else {
-        let text = burgeon_metrics::render(snapshot.as_ref(), &source.disks());
-        println!("{}", text.trim_end());
+        output::print_json(&source.ask()?)?;
+        return Ok(ExitCode::SUCCESS);
     }
-    Ok(ExitCode::SUCCESS)
+    let asked = source.ask();
+    let snapshot = asked.as_ref().map_or(None, Option::as_ref);
+    println!("{}", burgeon_metrics::render(snapshot, &source.disks()).trim_end());
+    Ok(match asked {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            let error = error.into();
+            exit::say(&error);
+            exit::code_of(&error)
+        }
+    })
 }
 
 /// The source of the figures.
