@@ -16,22 +16,25 @@ pub(super) fn explain(
     stores_images: bool,
 ) -> anyhow::Error {
     let text = format!("{error:#}");
-    let kind = error.downcast_ref().map(Error::kind);
+    let Some(kind) = error.downcast_ref().map(Error::kind) else { return error };
+    let root = context.state.root();
+    let location = context.store_location();
+    let names = |place: &Path| text.contains(&format!("{}/", place.display()));
+    let is_ours = names(root) || location.folder().is_some_and(names);
     let is_of = |all: &[Errno]| all.iter().any(|errno| text.contains(&errno.to_string()));
-    if kind == Some(ErrorKind::LocalIo) && is_of(&[Errno::ROFS]) {
+    if is_ours && is_of(&[Errno::ROFS]) {
         let what = format!(
             "{text}: mount that file system writable (`dmesg` tells whether the kernel made it \
              read-only after an error), or name another directory with --state-dir or --store"
         );
-        return Error::new(ErrorKind::LocalIo, what).into();
+        return Error::new(kind, what).into();
     }
-    // Other errors of this kind, such as a registry without room, name their own remedy.
-    if kind != Some(ErrorKind::NoSpace) || !is_of(&[Errno::NOSPC, Errno::DQUOT]) {
+    // Other errors of this kind, such as a registry without room, name their own remedy; and another
+    // disk, such as that of an export, its own place.
+    let is_full = kind == ErrorKind::NoSpace && is_of(&[Errno::NOSPC, Errno::DQUOT]);
+    if !is_full || !(is_ours || stores_images) {
         return error;
     }
-    let root = context.state.root();
-    let location = context.store_location();
-    let names = |place: &Path| text.contains(&format!("{}/", place.display()));
     let is_store = stores_images && (location.folder().is_some_and(names) || !names(root));
     let store = location.folder().filter(|_| is_store);
     let mut free: Vec<_> = [store, Some(root)]

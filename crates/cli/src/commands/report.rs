@@ -20,6 +20,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+use burgeon_block::Error;
 use burgeon_daemon::{
     Client,
     doctor::Finding,
@@ -43,19 +44,22 @@ const LINES: &str = "2000";
 /// Writes the report.
 pub(super) fn write(context: &Context, findings: &[Finding], path: &Path) -> Result<()> {
     let failed = || format!("cannot write the report {}", path.display());
+    let written = |e| Error::io(failed(), e);
     let mut options = OpenOptions::new();
     let made = options.write(true).create_new(true).mode(0o600).open(path);
     if made.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
         anyhow::bail!("{}: a file is there already; name another one, or remove it", failed());
     }
-    let mut file = made.with_context(failed)?;
+    let mut file = made.map_err(written)?;
     let mut text = String::new();
     for (name, part) in parts(context, findings) {
         let part = part.unwrap_or_else(|error| format!("not there: {error:#}"));
         let _ = writeln!(text, "===== {name} =====\n{}\n", redact::text(part.trim_end()));
     }
-    file.write_all(text.as_bytes()).with_context(failed)?;
-    file.sync_all().with_context(failed)
+    // A part of it would keep the next attempt from this name.
+    let done = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+    done.inspect_err(|_| drop(fs::remove_file(path))).map_err(written)?;
+    Ok(())
 }
 
 fn parts(context: &Context, findings: &[Finding]) -> Vec<(&'static str, Result<String>)> {
