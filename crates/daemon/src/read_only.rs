@@ -43,7 +43,8 @@ impl MountStatus {
             return None;
         }
         let found = "btrfs has forced the file system read-only after an error, which the kernel log names \
-                     (`dmesg | grep -i btrfs`); nothing can be written, reads go on";
+                     (`dmesg | grep -i btrfs`), or somebody has remounted it (`mount -o remount,rw` undoes that); \
+                     nothing can be written, reads go on";
         let remedy = match sprout.name {
             Some(_) => {
                 "unmount it and mount it again with the same --writes: data that was synced before is kept"

@@ -153,6 +153,7 @@ impl Supervisor {
         drop(stream);
         if let Some(mut child) = child {
             match child.wait() {
+                Ok(status) if status.success() => tracing::info!("the server ended"),
                 Ok(status) => tracing::warn!(%status, "the server ended"),
                 Err(e) => tracing::warn!(error = %e, "cannot wait for the server"),
             }
