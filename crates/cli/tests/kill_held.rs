@@ -12,7 +12,10 @@ use std::{
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, preload, processes_with, wait_until};
+use testkit::{
+    Burgeon, Mounted, PATIENCE, Rng, Space, kill, make_read_only_by_an_error, preload,
+    processes_with, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -317,4 +320,80 @@ fn a_mount_whose_record_is_damaged_holds_up_no_umount() {
     burgeon.ok(&["shutdown", "--force"]);
     burgeon.ok(&["umount", at]);
     drop(mounted);
+}
+
+/// Of two mounts, the record of one is damaged: the next daemon serves the other, and cannot end
+/// while that one is in use.
+#[test]
+fn a_running_daemon_does_not_forget_a_mount_without_a_record() {
+    let space = Space::new("held-unread");
+    let Set { burgeon, at, mounted, expected, .. } = set_up(&space, 9, &["--read-only"]);
+    let second = space.path("second");
+    let other = burgeon.mount("sample", &second, &["--read-only", "--transport", "fuse"]);
+    let mounts = burgeon.status()["mounts"].as_array().unwrap().clone();
+    let of_first = mounts.iter().find(|mount| mount["target"] == at.to_str().unwrap()).unwrap();
+    let folder = burgeon.state().join("mounts").join(of_first["id"].as_str().unwrap());
+    burgeon.kill_both();
+    let record = fs::read(folder.join("mount.json")).unwrap();
+    fs::write(folder.join("mount.json"), "").unwrap();
+    burgeon.ok(&["doctor", "--repair"]);
+    drop_caches();
+    assert!(fs::read(second.join("data")).unwrap() == expected);
+    for command in ["doctor", "health"] {
+        let said = burgeon.run(&[command]);
+        assert!(said.code == Some(1), "{said:?}");
+        assert!(said.stdout.contains("record mount.json cannot be read"), "{said:?}");
+    }
+    burgeon.umount(other);
+    burgeon.fails(&["shutdown"], 5, "whose record cannot be read");
+    fs::write(folder.join("mount.json"), record).unwrap();
+    burgeon.ok(&["shutdown", "--force"]);
+    let gone = || {
+        let _ = unmount(&at, UnmountFlags::DETACH);
+        !space.mounts().contains(&at)
+    };
+    assert!(wait_until(PATIENCE, gone));
+    std::mem::forget(mounted);
+}
+
+/// The disk of the state directory fails: no socket, no lock and no record can be made there.
+#[test]
+fn a_read_only_disk_ends_no_server_and_holds_up_no_umount() {
+    let space = Space::new("held-read-only");
+    let disk = space.disk(&space.path("state"), 256 << 20);
+    let Set { burgeon, at, mounted, expected, .. } = set_up(&space, 8, &["--read-only"]);
+    let status = burgeon.status();
+    let [supervisor, server] = ["supervisor_pid", "server_pid"]
+        .map(|name| u32::try_from(status[name].as_u64().unwrap()).unwrap());
+    make_read_only_by_an_error(disk.path());
+    for command in ["doctor", "health"] {
+        let said = burgeon.run(&[command]);
+        assert!(said.code == Some(1), "{said:?}");
+        assert!(said.stdout.contains("its file system is read-only"), "{said:?}");
+    }
+    kill(supervisor);
+    drop_caches();
+    assert!(fs::read(at.join("data")).unwrap() == expected, "the server goes on");
+    let said = burgeon.run(&["health"]);
+    assert!(said.stdout.contains("its server goes on serving"), "{said:?}");
+    let said = burgeon.ok(&["status"]);
+    assert!(said.contains("which a server goes on serving"), "{said}");
+
+    kill(server);
+    drop_caches();
+    let waiting = reader(&at);
+    assert!(wait_until(PATIENCE, || burgeon.holder().is_some()));
+    let said = burgeon.run(&["umount", at.to_str().unwrap()]);
+    assert!(said.stderr.contains("readers get I/O errors"), "{said:?}");
+    assert_eq!(waiting.result().unwrap_err().raw_os_error(), Some(EIO));
+    // The reader may have had its file open a moment longer.
+    let gone = || {
+        let _ = burgeon.run(&["umount", at.to_str().unwrap()]);
+        !space.mounts().contains(&at)
+    };
+    assert!(wait_until(PATIENCE, gone));
+    std::mem::forget(mounted);
+    assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
+    drop(burgeon);
+    drop(disk);
 }

@@ -31,8 +31,8 @@ use burgeon_source::Directory;
 use serde::Serialize;
 
 pub use self::health::{Health, health};
-pub use self::leftovers::mounts_without_daemon;
 use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
+pub use self::leftovers::{mounts_without_daemon, orphan_serves as is_served_without_supervisor};
 use crate::{
     host::{cgroup::remove_leftovers, own_root, system},
     ipc::{
@@ -126,6 +126,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         findings.extend(status.server_pid.and_then(user_of_server));
         findings.extend(health::server(status, SERVER_SILENCE_MAX));
         findings.extend(health::cache(status));
+        findings.extend(leftovers::lost_records(state));
         read_only::note(status);
         findings.extend(status.mounts.iter().filter_map(forced_read_only));
     }
@@ -256,7 +257,7 @@ mod tests {
         let findings = examine(&state, Some(&state.store()));
         let stale: Vec<_> = findings.iter().filter(|finding| finding.repairable).collect();
         assert_eq!(stale.len(), 1, "{findings:?}");
-        assert_eq!(stale[0].level, Level::Problem);
+        assert_eq!(stale[0].level, Level::Warning);
         assert!(stale[0].subject.contains("0a1b2c3d"));
     }
     #[test]

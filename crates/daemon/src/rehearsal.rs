@@ -55,7 +55,13 @@ fn read_records(state: &StateDir) -> Result<()> {
         match read_record(state, id) {
             // It is being made or removed.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
-            record => drop(record?),
+            Err(e) => {
+                let what = format!(
+                    "the record of the mount {id} cannot be read: unmount it, and mount it again"
+                );
+                return Err(Error::with_source(e.kind(), what, e));
+            }
+            Ok(_) => {}
         }
     }
     Ok(())

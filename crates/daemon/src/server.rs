@@ -97,6 +97,9 @@ const BLOCKING_THREADS: usize = 8;
 /// Interval at which an orphan looks for unused ublk devices.
 const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
+/// Interval of trying to listen for a new supervisor.
+const LISTEN_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Time limit for the tasks of mounts to end before a new supervisor is told of the served mounts.
 const TASKS_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -464,9 +467,8 @@ impl Serving {
     /// Waits for a new supervisor and hands its state over.
     fn await_adoption(&self) -> Result<UnixStream> {
         let (_folder, path) = socket_path(&self.state, "adopt.sock")?;
-        files::remove_file(&path)?;
         let failed = |e| Error::io("cannot wait for a new supervisor", e);
-        let listener = UnixListener::bind(&path).map_err(failed)?;
+        let listener = listen_patiently(&path);
         loop {
             let (stream, _) = listener.accept().map_err(failed)?;
             let peer =
@@ -476,7 +478,9 @@ impl Serving {
             }
             match self.hand_over(&stream) {
                 Ok(()) => {
-                    files::remove_file(&path)?;
+                    if let Err(error) = files::remove_file(&path) {
+                        tracing::warn!(%error, "the socket for a supervisor stays");
+                    }
                     return Ok(stream);
                 }
                 Err(e) => tracing::error!(error = %e, "a new supervisor could not take over"),
@@ -506,6 +510,26 @@ impl Serving {
         let served = mounts.values().map(|mount| look(&mount.attach, &mount.fuse, &mount.slots));
         let others = refused.values().map(|mount| look(&mount.attach, &mount.fuse, &mount.slots));
         served.chain(others).collect()
+    }
+}
+
+/// Listens at `path`. A file system that takes no socket, because it is read-only since an error or
+/// full, takes no supervisor either, and mounts are served until it does.
+fn listen_patiently(path: &Path) -> UnixListener {
+    let mut is_told = false;
+    loop {
+        let failed = |e| Error::io("cannot listen for a new supervisor", e);
+        let bound =
+            files::remove_file(path).and_then(|()| UnixListener::bind(path).map_err(failed));
+        match bound {
+            Ok(listener) => return listener,
+            Err(error) => {
+                if !std::mem::replace(&mut is_told, true) {
+                    tracing::error!(%error, "serving without a supervisor until that works");
+                }
+                thread::sleep(LISTEN_INTERVAL);
+            }
+        }
     }
 }
 

@@ -63,5 +63,5 @@ pub use pattern::{AlignedBlock, Pattern};
 pub use preload::preload;
 pub use rings::FuseRings;
 pub use rng::Rng;
-pub use space::{Mounted, Space, bind_mount, break_disk, take_room};
+pub use space::{Mounted, Space, bind_mount, break_disk, make_read_only_by_an_error, take_room};
 pub use torture::{Torture, TortureSize};

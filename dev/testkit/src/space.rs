@@ -143,6 +143,18 @@ pub fn break_disk(at: &Path) {
     assert_eq!(done, 0, "cannot break {at:?}: {}", std::io::Error::last_os_error());
 }
 
+/// From now on nothing can be written to the [`Space::disk`] on `at`: the kernel is told of an error
+/// after which it makes the file system read-only. What is open goes on being read.
+pub fn make_read_only_by_an_error(at: &Path) {
+    run(Command::new("mount").args(["-o", "remount,errors=remount-ro"]).arg(at));
+    let output = Command::new("findmnt").args(["-n", "-o", "SOURCE"]).arg(at).output();
+    let source = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let source = source.unwrap_or_else(|error| panic!("{at:?}: {error}"));
+    let name = source.trim().trim_start_matches("/dev/");
+    let trigger = format!("/sys/fs/ext4/{name}/trigger_fs_error");
+    fs::write(&trigger, "1").unwrap_or_else(|error| panic!("{trigger}: {error}"));
+}
+
 fn run(command: &mut Command) {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     assert!(output.status.success(), "{command:?}: {output:?}");

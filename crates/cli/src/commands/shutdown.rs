@@ -142,7 +142,22 @@ fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> 
                 false => await_release(mount.target(), mount.fsid(), false, release)?,
             }
         }
-        say(context, "no daemon runs")?;
+        let left = mounts_without_daemon(&context.state);
+        if left > 0 && !args.force {
+            let what = format!(
+                "no daemon runs, but {}, and not in this mount namespace: end their users \
+                 (`burgeon doctor` lists these mounts), or use `burgeon shutdown --force`",
+                that_exist(left)
+            );
+            return Err(Busy(what).into());
+        }
+        match left {
+            0 => say(context, "no daemon runs")?,
+            _ => {
+                let held = "no daemon runs; {} until their users in other mount namespaces let go";
+                say(context, &held.replace("{}", &that_exist(left)))?;
+            }
+        }
         return Ok(ExitCode::SUCCESS);
     }
     let lost = mounts_without_daemon(&context.state);

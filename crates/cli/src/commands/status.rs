@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_block::Digest;
 use burgeon_daemon::{
     Client,
-    doctor::mounts_without_daemon,
+    doctor::{is_served_without_supervisor, mounts_without_daemon},
     kept_profile,
     protocol::{
         AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
@@ -37,6 +37,11 @@ pub(super) fn no_daemon(context: &Context) -> String {
     }
     match mounts_without_daemon(&context.state) {
         0 => format!("no daemon runs for {root}: nothing is mounted"),
+        lost if is_served_without_supervisor(&context.state) => format!(
+            "no supervisor runs, but {}, which a server goes on serving: `burgeon doctor --repair` \
+             starts a supervisor",
+            that_exist(lost)
+        ),
         lost => format!(
             "no daemon runs, but {}: `burgeon doctor --repair` serves them again",
             that_exist(lost)

@@ -11,7 +11,8 @@ use burgeon_block::Result;
 
 use super::{
     Finding, Level, forced_read_only,
-    leftovers::{orphan_serves, without_supervisor},
+    leftovers::{lost_records, orphan_serves, without_supervisor},
+    machine::{READ_ONLY, is_read_only},
     unserved,
 };
 use crate::{
@@ -48,6 +49,21 @@ impl Health {
 /// daemon is fine as long as nothing is mounted. With `only`, what concerns other mounts is left
 /// out, and a path where nothing is mounted is a problem.
 pub fn health(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
+    let mut health = asked(state, patience, only);
+    if health.mounts > 0 && is_read_only(state.root()) {
+        health.findings.push(Finding::bad(
+            Level::Problem,
+            "state directory",
+            format!("{}: {READ_ONLY}", state.root().display()),
+            "nothing is mounted, unmounted cleanly or upgraded, and mounts that write there fail",
+            "mount it writable; then `burgeon doctor`",
+        ));
+    }
+    health
+}
+
+fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
+    let begun = Instant::now();
     match ask(state, patience) {
         Ok(Some(mut status)) => {
             read_only::note(&mut status);
@@ -56,6 +72,9 @@ pub fn health(state: &StateDir, patience: Duration, only: Option<&Path>) -> Heal
             findings.extend(status.mounts.iter().filter_map(forced_read_only));
             findings.extend(server(&status, patience));
             findings.extend(cache(&status));
+            if only.is_none() {
+                findings.extend(lost_records(state));
+            }
             if status.mounts.is_empty() {
                 findings.extend(only.map(|path| not_mounted(path, state)));
             }
@@ -82,7 +101,10 @@ pub fn health(state: &StateDir, patience: Duration, only: Option<&Path>) -> Heal
             let finding = Finding::bad(
                 Level::Problem,
                 "daemon",
-                format!("does not answer within {} s: {error}", patience.as_secs_f32()),
+                match begun.elapsed() < patience {
+                    true => format!("has not answered: {error}"),
+                    false => format!("does not answer within {} s", patience.as_secs_f32()),
+                },
                 "no command on mounts works; mounts may still be served",
                 "look at its log; `burgeon doctor` examines the host",
             );

@@ -3,7 +3,7 @@
 
 use std::{fs, path::Path};
 
-use burgeon_block::Result;
+use burgeon_block::{ErrorKind, Result};
 use burgeon_source::Directory;
 
 use super::{Finding, Level};
@@ -50,17 +50,20 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
             ),
             _ => match backing_devices::loop_below(&state.mount(id)) {
                 Some(device) => lost_record(id, &device),
-                None => Finding::repairable(
-                    &format!("folder of mount {id}"),
-                    match transport::devices_of(id).first() {
-                        None => "belongs to a mount that is gone".to_owned(),
-                        Some(device) => {
-                            format!("belongs to a mount that is gone; so does /dev/ublkb{device}")
-                        }
-                    },
-                    "the space of its files",
-                    "remove it: named writes are kept elsewhere",
-                ),
+                None => Finding {
+                    level: Level::Warning,
+                    ..Finding::repairable(
+                        &format!("folder of mount {id}"),
+                        match transport::devices_of(id).first() {
+                            None => "belongs to a mount that is gone".to_owned(),
+                            Some(device) => format!(
+                                "belongs to a mount that is gone; so does /dev/ublkb{device}"
+                            ),
+                        },
+                        "the space of its files",
+                        "remove it: named writes are kept elsewhere",
+                    )
+                },
             },
         });
     }
@@ -87,6 +90,16 @@ pub fn mounts_without_daemon(state: &StateDir) -> usize {
         Err(_) => backing_devices::loop_below(&state.mount(*id)).is_some(),
     };
     mount_ids(state).iter().filter(|id| alive(id)).count()
+}
+
+/// Mounts in use that a running daemon does not know, because it cannot read their records.
+pub(super) fn lost_records(state: &StateDir) -> Vec<Finding> {
+    let lost = |id: MountId| match read_record(state, id) {
+        Ok(_) => None,
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(_) => Some(lost_record(id, &backing_devices::loop_below(&state.mount(id))?)),
+    };
+    mount_ids(state).into_iter().filter_map(lost).collect()
 }
 
 fn lost_record(id: MountId, device: &str) -> Finding {
@@ -129,7 +142,8 @@ pub(super) fn without_supervisor() -> Finding {
     )
 }
 
-pub(super) fn orphan_serves(state: &StateDir) -> bool {
+/// True if a server goes on serving whose supervisor is dead.
+pub fn orphan_serves(state: &StateDir) -> bool {
     // Never connect: the server would take this for a new supervisor.
     let path = state.run().join("adopt.sock");
     let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();

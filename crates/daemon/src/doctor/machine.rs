@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_frontend::ublk::Control;
 use rustix::{
-    fs::{Access, access},
+    fs::{Access, Mode, OFlags, access, open},
     io::Errno,
     process::{Resource, getrlimit},
     thread::{CapabilitySet, capabilities},
@@ -269,8 +269,8 @@ fn place(state: &StateDir) -> Finding {
     if let Err(e) = backing_devices::refuse_burgeon(there, "the state directory") {
         return nothing(e.to_string(), "take another --state-dir");
     }
-    if access(there, Access::WRITE_OK) == Err(Errno::ROFS) {
-        let found = format!("{shown}: its file system is read-only");
+    if is_read_only(there) {
+        let found = format!("{shown}: {READ_ONLY}");
         return nothing(found, "mount it writable, or use another --state-dir");
     }
     match space::free_space(there) {
@@ -284,6 +284,18 @@ fn place(state: &StateDir) -> Finding {
         Ok(free) => Finding::fine("state directory", format!("{shown}: {} GiB free", free >> 30)),
         Err(e) => nothing(e.to_string(), "take another --state-dir"),
     }
+}
+
+/// The finding about a file system that takes no writes.
+pub(super) const READ_ONLY: &str =
+    "its file system is read-only (`dmesg` tells whether the kernel made it so after an error)";
+
+/// True if nothing can be written below `folder`. A file system that an error has made read-only
+/// may not say so before something is written: a file without a name leaves nothing.
+pub(super) fn is_read_only(folder: &Path) -> bool {
+    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    access(folder, Access::WRITE_OK) == Err(Errno::ROFS)
+        || open(folder, flags, Mode::RUSR).is_err_and(|errno| errno == Errno::ROFS)
 }
 
 #[cfg(test)]

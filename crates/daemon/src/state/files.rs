@@ -196,8 +196,12 @@ impl Lock {
 fn open_lock(path: &Path) -> Result<File> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).mode(0o600);
-    open(path, &mut options)
-        .map_err(|e| Error::io(format!("cannot open the lock {}", path.display()), e))
+    let opened = open(path, &mut options).or_else(|e| match e.kind() {
+        // The lock tells who lives there, also where nothing can be written any more.
+        std::io::ErrorKind::ReadOnlyFilesystem => open(path, OpenOptions::new().read(true)),
+        _ => Err(e),
+    });
+    opened.map_err(|e| Error::io(format!("cannot open the lock {}", path.display()), e))
 }
 
 /// Makes a private folder if it is missing.

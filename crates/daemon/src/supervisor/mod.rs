@@ -268,6 +268,13 @@ impl Supervisor {
                 ),
             ));
         }
+        if let Some((id, device)) = table.unread.iter().next().filter(|_| !force) {
+            let what = format!(
+                "still mounted: the mount {id} on {device}, whose record cannot be read; unmount \
+                 it first (`findmnt -t btrfs` lists mounts), or use `burgeon shutdown --force`"
+            );
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
         table.stopping = true;
         Ok(())
     }

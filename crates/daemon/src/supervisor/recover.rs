@@ -94,12 +94,15 @@ impl Supervisor {
                     // Without its record it cannot be served again, but it is still mounted.
                     Some(device) => {
                         tracing::error!(mount = %id, %device, "the mount is in use, but its record cannot be read");
-                        let state = self.state.clone();
+                        self.table().unread.insert(id, device);
+                        let supervisor = Arc::clone(self);
                         thread::spawn(move || {
+                            let state = &supervisor.state;
                             while backing_devices::loop_below(&state.mount(id)).is_some() {
                                 thread::sleep(LOST_INTERVAL);
                             }
-                            clear_up(&state, id, record.ok());
+                            clear_up(state, id, record.ok());
+                            supervisor.table().unread.remove(&id);
                         });
                     }
                 },

@@ -214,6 +214,8 @@ pub(crate) struct Table {
     pub(crate) end_when_idle: bool,
     /// Clients that wait for a mount to be released.
     pub(crate) release_waiters: usize,
+    /// Mounts in use whose records cannot be read, with their loop devices.
+    pub(crate) unread: BTreeMap<MountId, String>,
     /// A thread looks after growing sprouts.
     pub(crate) tending_thin: bool,
     /// That thread must look now.
