@@ -92,7 +92,7 @@ fn a_name_is_for_one_mount_and_one_image() {
     burgeon.fails(&["mount", "two", text(&b), "--writes", "w"], 1, "\"one\"");
     burgeon.fails(
         &["mount", "one", text(&b), "--writes", "../w"],
-        1,
+        2,
         "not a valid name for writes",
     );
     let list = burgeon.ok(&["writes", "list", "--json"]);
