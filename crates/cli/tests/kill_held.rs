@@ -336,7 +336,8 @@ fn a_running_daemon_does_not_forget_a_mount_without_a_record() {
     burgeon.kill_both();
     let record = fs::read(folder.join("mount.json")).unwrap();
     fs::write(folder.join("mount.json"), "").unwrap();
-    burgeon.ok(&["doctor", "--repair"]);
+    let said = burgeon.run(&["doctor", "--repair"]);
+    assert!(said.code == Some(1) && said.stdout.contains("cannot be read"), "{said:?}");
     drop_caches();
     assert!(fs::read(second.join("data")).unwrap() == expected);
     for command in ["doctor", "health"] {

@@ -6,7 +6,7 @@ use std::{fs, path::Path};
 use burgeon_block::{ErrorKind, Result};
 use burgeon_source::Directory;
 
-use super::{Finding, Level};
+use super::{Finding, Level, machine::is_read_only};
 use crate::{
     holder,
     host::backing_devices,
@@ -149,7 +149,8 @@ pub fn orphan_serves(state: &StateDir) -> bool {
     let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();
     // The server bound it through a descriptor of the folder, so only the end of the name is known;
     // the server's lock tells if a server listens.
-    path.exists()
-        && listening.contains("adopt.sock")
+    let is_listening = path.exists() && listening.contains("adopt.sock");
+    // On a disk that has become read-only no server can listen, and goes on nevertheless.
+    (is_listening || is_read_only(state.root()))
         && files::Lock::try_take(&state.run().join("server.lock")).is_ok_and(|lock| lock.is_none())
 }
