@@ -143,8 +143,8 @@ pub fn break_disk(at: &Path) {
     assert_eq!(done, 0, "cannot break {at:?}: {}", std::io::Error::last_os_error());
 }
 
-/// From now on nothing can be written to the [`Space::disk`] on `at`: the kernel is told of an error
-/// after which it makes the file system read-only. What is open goes on being read.
+/// From now on nothing can be written to the [`Space::disk`] on `at`: the kernel is told of an
+/// error after which it makes the file system read-only. What is open goes on being read.
 pub fn make_read_only_by_an_error(at: &Path) {
     run(Command::new("mount").args(["-o", "remount,errors=remount-ro"]).arg(at));
     let output = Command::new("findmnt").args(["-n", "-o", "SOURCE"]).arg(at).output();

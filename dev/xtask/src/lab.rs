@@ -210,8 +210,8 @@ fn build(root: &Path, programs: &[Program], cargo: impl Fn() -> Command) -> Resu
 }
 
 /// Runs a list once more if the guest's kernel has panicked or hung while it booted, or if a test
-/// failed and a program has got a fault of the processor. The emulator breaks one now and then, in other places each time;
-/// a fault of our own comes again.
+/// failed and a program has got a fault of the processor. The emulator breaks one now and then, in
+/// other places each time; a fault of our own comes again.
 const ONCE_MORE: &str = r#"
     "$@" && exit
     status=$?

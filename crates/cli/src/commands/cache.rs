@@ -15,7 +15,7 @@ use super::{
     Context,
     cache_parts::{self, TypedLimit, parse_limit},
     named,
-    status::no_daemon,
+    without_daemon::no_daemon,
 };
 use crate::{
     output::{self, bytes, counted},

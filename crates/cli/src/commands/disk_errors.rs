@@ -29,8 +29,8 @@ pub(super) fn explain(
         );
         return Error::new(kind, what).into();
     }
-    // Other errors of this kind, such as a registry without room, name their own remedy; and another
-    // disk, such as that of an export, its own place.
+    // Other errors of this kind, such as a registry without room, name their own remedy; and
+    // another disk, such as that of an export, its own place.
     let is_full = kind == ErrorKind::NoSpace && is_of(&[Errno::NOSPC, Errno::DQUOT]);
     if !is_full || !(is_ours || stores_images) {
         return error;

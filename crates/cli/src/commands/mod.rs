@@ -49,6 +49,7 @@ mod top;
 mod trace;
 pub(crate) mod umount;
 mod upgrade;
+mod without_daemon;
 mod work;
 mod writes;
 

@@ -25,8 +25,8 @@ use serde_json::json;
 use super::{
     Context, need_mount_privilege,
     places::places_of,
-    status::that_exist,
     umount::{AT_ONCE_MS, await_release, daemon_if, detach, release_by, release_of},
+    without_daemon::that_exist,
 };
 use crate::{args, exit::Busy, holders, output};
 

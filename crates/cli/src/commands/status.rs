@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_block::Digest;
 use burgeon_daemon::{
     Client,
-    doctor::{is_served_without_supervisor, mounts_without_daemon},
+    doctor::mounts_without_daemon,
     kept_profile,
     protocol::{
         AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
@@ -18,36 +18,8 @@ use burgeon_image::load_profile;
 use burgeon_source::Directory;
 use serde_json::json;
 
-use super::Context;
+use super::{Context, without_daemon::no_daemon};
 use crate::output::{self, bytes, counted, duration_us, percent};
-
-/// "1 mount exists", "2 mounts exist".
-pub(super) fn that_exist(mounts: usize) -> String {
-    let verb = if mounts == 1 { "exists" } else { "exist" };
-    format!("{} {verb}", counted(mounts as u64, "mount"))
-}
-
-/// The words of a command that finds no daemon: mounts may have survived it.
-pub(super) fn no_daemon(context: &Context) -> String {
-    let root = context.state.root().display();
-    if !context.state.exists() {
-        return format!(
-            "there is no state directory {root}, so no daemon runs, and nothing is mounted"
-        );
-    }
-    match mounts_without_daemon(&context.state) {
-        0 => format!("no daemon runs for {root}: nothing is mounted"),
-        lost if is_served_without_supervisor(&context.state) => format!(
-            "no supervisor runs, but {}, which a server goes on serving: `burgeon doctor --repair` \
-             starts a supervisor",
-            that_exist(lost)
-        ),
-        lost => format!(
-            "no daemon runs, but {}: `burgeon doctor --repair` serves them again",
-            that_exist(lost)
-        ),
-    }
-}
 
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {

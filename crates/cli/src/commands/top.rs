@@ -148,7 +148,7 @@ fn show(
     let (lines, columns) = size();
     let mut text = Vec::new();
     match status {
-        None => text.push(format!("burgeon: {}", super::status::no_daemon(context))),
+        None => text.push(format!("burgeon: {}", super::without_daemon::no_daemon(context))),
         Some(status) => {
             describe(status, rates, lines.saturating_sub(OTHER_LINES + files.len()), &mut text)
         }

@@ -35,7 +35,8 @@ use rustix::{
 use serde_json::json;
 
 use super::{
-    Context, need_mount_privilege, persist::Unit, places::places_of, status::no_daemon, taken,
+    Context, need_mount_privilege, persist::Unit, places::places_of, taken,
+    without_daemon::no_daemon,
 };
 use crate::{
     args,

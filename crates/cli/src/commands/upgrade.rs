@@ -7,7 +7,7 @@ use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Upgraded, doctor::mounts_without_daemon};
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, status};
+use super::{Context, need_mount_privilege, without_daemon};
 use crate::{args, output};
 
 pub(super) fn upgrade(context: &Context, args: args::Upgrade) -> Result<ExitCode> {
@@ -44,7 +44,7 @@ pub(super) fn upgrade(context: &Context, args: args::Upgrade) -> Result<ExitCode
 fn no_daemon(context: &Context) -> Result<ExitCode> {
     let lost = mounts_without_daemon(&context.state);
     if lost > 0 {
-        let what = format!("nothing was upgraded: {}", status::no_daemon(context));
+        let what = format!("nothing was upgraded: {}", without_daemon::no_daemon(context));
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
     match context.json {
