@@ -50,20 +50,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
             ),
             _ => match backing_devices::loop_below(&state.mount(id)) {
                 Some(device) => lost_record(id, &device),
-                None => Finding {
-                    level: Level::Warning,
-                    ..Finding::repairable(
-                        &format!("folder of mount {id}"),
-                        match transport::devices_of(id).first() {
-                            None => "belongs to a mount that is gone".to_owned(),
-                            Some(device) => format!(
-                                "belongs to a mount that is gone; so does /dev/ublkb{device}"
-                            ),
-                        },
-                        "the space of its files",
-                        "remove it: named writes are kept elsewhere",
-                    )
-                },
+                None => left_folder(id),
             },
         });
     }
@@ -90,6 +77,20 @@ pub fn mounts_without_daemon(state: &StateDir) -> usize {
         Err(_) => backing_devices::loop_below(&state.mount(*id)).is_some(),
     };
     mount_ids(state).iter().filter(|id| alive(id)).count()
+}
+
+/// The folder of a mount that is gone; a warning, unless it has left a device, too.
+fn left_folder(id: MountId) -> Finding {
+    let (level, found) = match transport::devices_of(id).first() {
+        None => (Level::Warning, "belongs to a mount that is gone".to_owned()),
+        Some(device) => {
+            let what = format!("belongs to a mount that is gone; so does /dev/ublkb{device}");
+            (Level::Problem, what)
+        }
+    };
+    let (subject, cost) = (format!("folder of mount {id}"), "the space of its files");
+    let remedy = "remove it: named writes are kept elsewhere";
+    Finding { level, ..Finding::repairable(&subject, found, cost, remedy) }
 }
 
 /// Mounts in use that a running daemon does not know, because it cannot read their records.
