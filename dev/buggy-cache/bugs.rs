@@ -4,26 +4,11 @@
 //! stands for the question whether the bug is on; while it is off, the copy must behave as the
 //! original does.
 
-/// The text that a replacement has in place of "this bug is on".
-pub const SWITCH: &str = "BUG";
+#[path = "../buggy-accelerate/bug.rs"]
+mod bug;
 
-/// A defect, and how to make it.
-pub struct Bug {
-    /// The name that turns it on.
-    pub name: &'static str,
-    /// Description of the defect.
-    pub says: &'static str,
-    /// File, text, replacement.
-    pub patches: &'static [(&'static str, &'static str, &'static str)],
-}
-
-const fn bug(
-    name: &'static str,
-    says: &'static str,
-    patches: &'static [(&'static str, &'static str, &'static str)],
-) -> Bug {
-    Bug { name, says, patches }
-}
+use bug::bug;
+pub use bug::{Bug, SWITCH};
 
 /// All of them.
 pub const BUGS: &[Bug] = &[

@@ -1,6 +1,6 @@
 //! The places from which reads are answered.
 
-/// Where a block was, the fastest first.
+/// The place in which a block was found, the fastest first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Tier {
     /// The memory of the cache's server.

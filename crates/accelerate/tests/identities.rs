@@ -71,7 +71,8 @@ fn another_device_is_refused_by_what_is_dirty() {
         other.write_at(3 * BLOCK as u64, &[7; BLOCK]).expect("a write fails");
         assert!(refused(&machine, &other, trust).contains("bytes 12288 to 16384 differ"));
     }
-    // What is being written back says nothing: after a power failure, the device has a part of it.
+    // Blocks that are being written back are not compared: after a power failure, the device has a
+    // part of them.
     let options = DeviceOptions::new(BACK);
     let device = machine.attach("slow", &machine.slow, Trust::Cold, options).expect("refused");
     device.write_back(device.store().log_position(), 4096).expect("writing back fails");

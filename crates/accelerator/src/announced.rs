@@ -1,4 +1,4 @@
-//! What others see of an attached device.
+//! The marks and links by which others know an attached device.
 //!
 //! ```text
 //!   /dev/burgeon/NAME ─► /dev/loopN

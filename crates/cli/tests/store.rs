@@ -197,7 +197,7 @@ fn a_read_only_disk_is_named_with_its_remedy() {
     for arguments in [&["build", tree.to_str().unwrap(), "other"][..], &["gc"], &["disks"]] {
         burgeon.fails(arguments, 1, "mount that file system writable");
     }
-    // What can be known is told.
+    // The verdict needs no writes.
     let finished = burgeon.run(&["verify", "sample"]);
     assert_eq!(finished.code, Some(0), "{finished:#?}");
     assert!(finished.stderr.contains("is not recorded"), "{finished:#?}");

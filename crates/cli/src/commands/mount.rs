@@ -226,7 +226,7 @@ pub(crate) fn place_at(
     Ok((mounted, target))
 }
 
-/// Where the writes of the mount are to go.
+/// The place for the writes of the mount.
 fn writes_of(args: &args::Mount, is_read_only: bool) -> Result<WritesRequest> {
     let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
     // Read-only writes need no space.

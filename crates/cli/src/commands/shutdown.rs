@@ -151,13 +151,11 @@ fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> 
             );
             return Err(Busy(what).into());
         }
-        match left {
-            0 => say(context, "no daemon runs")?,
-            _ => {
-                let held = "no daemon runs; {} until their users in other mount namespaces let go";
-                say(context, &held.replace("{}", &that_exist(left)))?;
-            }
-        }
+        let said = match left {
+            0 => "no daemon runs".to_owned(),
+            _ => format!("no daemon runs; {}, and not in this mount namespace", that_exist(left)),
+        };
+        say(context, &said)?;
         return Ok(ExitCode::SUCCESS);
     }
     let lost = mounts_without_daemon(&context.state);

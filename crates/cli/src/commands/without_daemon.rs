@@ -11,7 +11,7 @@ pub(super) fn that_exist(mounts: usize) -> String {
     format!("{} {verb}", counted(mounts as u64, "mount"))
 }
 
-/// What runs, and what is mounted.
+/// Says which processes run, and how much is mounted.
 pub(super) fn no_daemon(context: &Context) -> String {
     let root = context.state.root().display();
     if !context.state.exists() {

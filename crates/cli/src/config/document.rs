@@ -37,7 +37,7 @@ const FAULTS_MAX: usize = 10;
 pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec<Problem>) {
     let (table, faults) = DeTable::parse_recoverable(&document.text);
     let mut reader = Reader { document, config, problems: Vec::new() };
-    for fault in faults.iter() {
+    for fault in &faults {
         let at = fault.span().map_or(0, |span| span.start);
         let mut message = fault.message().replace('\n', ", ");
         let key = fault.span().and_then(|span| document.text.get(span)).unwrap_or("it");
@@ -50,9 +50,11 @@ pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec
             };
         }
         reader.complain(at, &[], message);
+        reader.problems.dedup_by(|a, b| (a.line, &a.message) == (b.line, &b.message));
+        if reader.problems.len() == FAULTS_MAX {
+            break;
+        }
     }
-    reader.problems.dedup_by(|a, b| (a.line, &a.message) == (b.line, &b.message));
-    reader.problems.truncate(FAULTS_MAX);
     if faults.is_empty() {
         reader.read(&[], table.get_ref());
     }

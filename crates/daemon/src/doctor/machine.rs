@@ -291,11 +291,19 @@ pub(super) const READ_ONLY: &str =
     "its file system is read-only (`dmesg` tells whether the kernel made it so after an error)";
 
 /// True if nothing can be written below `folder`. A file system that an error has made read-only
-/// may not say so before something is written: a file without a name leaves nothing.
+/// may not say so before a file is opened for writing: the lock of a state directory, which costs
+/// no write, or one without a name, which leaves nothing.
 pub(super) fn is_read_only(folder: &Path) -> bool {
-    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    access(folder, Access::WRITE_OK) == Err(Errno::ROFS)
-        || open(folder, flags, Mode::RUSR).is_err_and(|errno| errno == Errno::ROFS)
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    if access(folder, Access::WRITE_OK) == Err(Errno::ROFS) {
+        return true;
+    }
+    match open(folder.join("run/lock"), flags, Mode::empty()) {
+        Err(Errno::NOENT) => {
+            open(folder, OFlags::TMPFILE | flags, Mode::RUSR).is_err_and(|it| it == Errno::ROFS)
+        }
+        opened => opened.is_err_and(|errno| errno == Errno::ROFS),
+    }
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ pub(crate) struct Bounds {
     /// Limits of single images and stores.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) parts: Vec<PartLimit>,
-    /// What stored layers leave of the limit; the supervisor says so.
+    /// The part of the limit that stored layers leave; the supervisor tells it.
     #[serde(skip)]
     pub(crate) left_by_layers: Option<u64>,
 }

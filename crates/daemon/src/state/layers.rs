@@ -38,7 +38,7 @@ pub(crate) struct StoredLayer {
     used: SystemTime,
 }
 
-/// What the supervisor tells the server about stored layers (`run/layers.json`).
+/// The space of stored layers, which the supervisor tells the server (`run/layers.json`).
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct LayerShare {
     /// Bytes that they take.
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(evict(&state, 1).unwrap(), 0);
         drop(lease);
         assert!(evict(&state, 1).unwrap() > 0);
-        // What cannot be read may name any layer.
+        // An object that cannot be read may name any layer.
         image(&state, '2', REGISTRY, "a");
         store.publish(&object(&format!("held/{}", digest('4'))), b"../../etc/passwd\n").unwrap();
         evict(&state, 1).unwrap_err();

@@ -215,7 +215,7 @@ impl StateDir {
         self.root.join("kept")
     }
 
-    /// What stored layers take of the host's cache.
+    /// The file with the part of the host's cache that stored layers take.
     pub(crate) fn layer_share(&self) -> PathBuf {
         self.run().join("layers.json")
     }

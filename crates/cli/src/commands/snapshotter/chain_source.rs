@@ -1,4 +1,4 @@
-//! Where the layers of a chain can be read, as the snapshotter's records and messages hold it.
+//! The place of a chain's layers, as the snapshotter's records and messages hold it.
 //!
 //! ```text
 //!   [checked ]oci://REPOSITORY@DIGEST#chain=sha256:…
