@@ -12,8 +12,8 @@ use std::{
 };
 
 use testkit::{
-    Burgeon, Pattern, Rng, Space, Torture, TortureSize, btrfs_check, compare, drop_caches, reflink,
-    snapshot, take_room,
+    Burgeon, PATIENCE, Pattern, Rng, Space, Torture, TortureSize, btrfs_check, compare,
+    drop_caches, reflink, snapshot, take_room, wait_until,
 };
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -159,24 +159,34 @@ fn recovers(at: &Path, kept: &[u8], error: Option<io::Error>) {
     assert_eq!(error.raw_os_error(), Some(28), "ENOSPC: {error}");
     assert!(fs::read(at.join("kept")).unwrap() == kept, "what was fsynced survives");
     fs::remove_file(at.join("filler")).unwrap();
-    // btrfs gives removed blocks out again after its next commit, and not always in time by itself.
-    rustix::fs::syncfs(File::open(at).unwrap()).unwrap();
-    keep_as(at, "after", kept);
+    // btrfs gives removed blocks out again after a commit. Its cleaner drops the file then, which
+    // is another commit's work if blocks of the file were still being written when it was removed.
+    let written = wait_until(PATIENCE, || {
+        rustix::fs::syncfs(File::open(at).unwrap()).unwrap();
+        match try_keep(at, "after", kept) {
+            Err(error) if error.kind() == io::ErrorKind::StorageFull => false,
+            kept => {
+                kept.unwrap();
+                true
+            }
+        }
+    });
+    assert!(written, "freeing is not enough: still ENOSPC");
     drop_caches();
     assert!(fs::read(at.join("after")).unwrap() == kept, "writing goes on");
 }
 
 fn keep(at: &Path) -> Vec<u8> {
     let kept = Rng::new(78).bytes(3_000_000);
-    keep_as(at, "kept", &kept);
+    try_keep(at, "kept", &kept).unwrap();
     kept
 }
 
 /// Writes a file and makes it durable.
-fn keep_as(at: &Path, name: &str, content: &[u8]) {
-    let mut file = File::create(at.join(name)).unwrap();
-    file.write_all(content).unwrap();
-    file.sync_all().unwrap();
+fn try_keep(at: &Path, name: &str, content: &[u8]) -> io::Result<()> {
+    let mut file = File::create(at.join(name))?;
+    file.write_all(content)?;
+    file.sync_all()
 }
 
 #[test]
