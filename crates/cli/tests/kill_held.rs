@@ -347,6 +347,13 @@ fn a_running_daemon_does_not_forget_a_mount_without_a_record() {
     }
     burgeon.umount(other);
     burgeon.fails(&["shutdown"], 5, "whose record cannot be read");
+    // Nor if a later version has made it.
+    burgeon.kill_both();
+    let later = String::from_utf8(record.clone()).unwrap();
+    let later = later.replacen("\"format\":", "\"format\":9", 1);
+    fs::write(folder.join("mount.json"), later).unwrap();
+    burgeon.umount(burgeon.mount("sample", &second, &["--read-only"]));
+    burgeon.fails(&["shutdown"], 5, "whose record cannot be read");
     fs::write(folder.join("mount.json"), record).unwrap();
     burgeon.ok(&["shutdown", "--force"]);
     let gone = || {

@@ -87,27 +87,43 @@ impl Supervisor {
                     }
                 },
                 Err(e) if e.kind() == ErrorKind::UnsupportedFormat => {
-                    tracing::error!(mount = %id, error = %e, "cannot read the record")
+                    tracing::error!(mount = %id, error = %e, "cannot read the record");
+                    if let Some(device) = backing_devices::loop_below(&self.state.mount(id)) {
+                        // Its folder is left to the version that made it.
+                        self.keep_unread(id, device, || {});
+                    }
                 }
                 record => match backing_devices::loop_below(&self.state.mount(id)) {
                     None => clear_up(&self.state, id, record.ok()),
                     // Without its record it cannot be served again, but it is still mounted.
                     Some(device) => {
                         tracing::error!(mount = %id, %device, "the mount is in use, but its record cannot be read");
-                        self.table().unread.insert(id, device);
                         let supervisor = Arc::clone(self);
-                        thread::spawn(move || {
-                            let state = &supervisor.state;
-                            while backing_devices::loop_below(&state.mount(id)).is_some() {
-                                thread::sleep(LOST_INTERVAL);
-                            }
-                            clear_up(state, id, record.ok());
-                            supervisor.table().unread.remove(&id);
-                        });
+                        let clear_up = move || clear_up(&supervisor.state, id, record.ok());
+                        self.keep_unread(id, device, clear_up);
                     }
                 },
             }
         }
+    }
+
+    /// Keeps the daemon while a mount without a readable record is in use on `device`; `then`, once
+    /// it is not.
+    fn keep_unread(
+        self: &Arc<Self>,
+        id: MountId,
+        device: String,
+        then: impl FnOnce() + Send + 'static,
+    ) {
+        self.table().unread.insert(id, device);
+        let supervisor = Arc::clone(self);
+        thread::spawn(move || {
+            while backing_devices::loop_below(&supervisor.state.mount(id)).is_some() {
+                thread::sleep(LOST_INTERVAL);
+            }
+            then();
+            supervisor.table().unread.remove(&id);
+        });
     }
 
     /// The table entry of a mount that exists already.
