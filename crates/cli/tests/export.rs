@@ -177,7 +177,7 @@ fn mistakes_are_named() {
     burgeon.fails(&["export", at, "--format", "zip"], 2, "zip");
     burgeon.fails(&["export", "--json", at], 2, "-o FILE");
     burgeon.fails(&["export", "--writes", "none", "-o", archive_text], 3, "no writes \"none\"");
-    burgeon.fails(&["export", text(&tree), "-o", archive_text], 1, "in no mount of Burgeon");
+    burgeon.fails(&["export", text(&tree), "-o", archive_text], 3, "in no mount of Burgeon");
     burgeon.fails(&["export", text(&space.path("x")), "-o", archive_text], 3, "nothing is there");
     burgeon.fails(&["export", &format!("{at}/file"), "-o", archive_text], 1, "not a directory");
     burgeon.fails(&["export", at, "-o", text(&tree)], 1, "it is a directory");

@@ -85,7 +85,7 @@ fn the_reads_of_a_command_are_prefetched_at_the_next_mount() {
     // The command's exit code is ours, and a command that reads nothing is no reason to fail.
     let finished = burgeon.run(&["record", at.to_str().unwrap(), "--", "sh", "-c", "exit 7"]);
     assert_eq!(finished.code, Some(7), "{finished:?}");
-    burgeon.fails(&["record", "/", "--", "true"], 1, "is in no mount");
+    burgeon.fails(&["record", "/", "--", "true"], 3, "is in no mount");
     burgeon.umount(mounted);
 
     // A host that has nothing.

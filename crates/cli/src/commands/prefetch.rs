@@ -44,7 +44,7 @@ pub(super) fn prefetch(context: &Context, args: data_args::Prefetch) -> Result<E
                 "cannot fetch {shown}: it is in no mount of Burgeon, or this user may not read \
                  it; `burgeon status` lists the mounts"
             );
-            return Err(Error::new(ErrorKind::Invalid, what).into());
+            return Err(Error::new(ErrorKind::NotFound, what).into());
         }
     }
     for path in &args.paths {

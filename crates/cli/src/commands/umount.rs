@@ -315,7 +315,7 @@ pub(crate) fn mount_of(
     let none = || {
         let shown = shown.display();
         let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
-        Error::new(ErrorKind::Invalid, message)
+        Error::new(ErrorKind::NotFound, message)
     };
     let (client, status) = Client::connect_and_ask(&context.state)?.ok_or_else(|| {
         if mounts_without_daemon(&context.state) == 0 {

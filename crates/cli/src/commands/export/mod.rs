@@ -119,7 +119,7 @@ impl Source {
             let what = format!(
                 "cannot export {shown}: it is in no mount of Burgeon; `burgeon status` lists them"
             );
-            return Err(Error::new(ErrorKind::Invalid, what).into());
+            return Err(Error::new(ErrorKind::NotFound, what).into());
         }
         // Without a daemon, reads of data that is not in memory would wait, or fail.
         if Client::connect(&context.state)?.is_none()
