@@ -11,7 +11,7 @@
 //! never answer (`crates/cli/tests/holders.rs`).
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     os::fd::AsFd,
     path::{Path, PathBuf},
@@ -49,6 +49,29 @@ pub(crate) fn of(fsid: Fsid) -> Option<String> {
     let mut holders: Vec<_> = elsewhere(fsid).iter().map(ToString::to_string).collect();
     holders.extend(processes(Number::from(fsid)));
     (!holders.is_empty()).then(|| list(holders))
+}
+
+/// The users of those of `all` that are mounted in no namespace at all, as after a lazy umount.
+/// Nothing for a user who does not see all namespaces.
+pub(crate) fn of_unmounted(all: impl IntoIterator<Item = Fsid>) -> HashMap<Fsid, String> {
+    if !rustix::process::geteuid().is_root() {
+        return HashMap::new();
+    }
+    let own = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    let mut others = None;
+    let is_unmounted = |fsid: &Fsid| {
+        let is_of_it = is_of(*fsid);
+        !own.iter().any(&is_of_it) && {
+            let others: &Vec<_> = others.get_or_insert_with(other_namespaces);
+            !others.iter().flat_map(|(_, mounts)| mounts).any(is_of_it)
+        }
+    };
+    let unmounted = all.into_iter().filter(is_unmounted);
+    let held = unmounted.filter_map(|fsid| {
+        let holders = processes(Number::from(fsid));
+        (!holders.is_empty()).then(|| (fsid, list(holders)))
+    });
+    held.collect()
 }
 
 fn list(mut holders: Vec<String>) -> String {

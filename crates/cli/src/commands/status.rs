@@ -19,7 +19,10 @@ use burgeon_source::Directory;
 use serde_json::json;
 
 use super::{Context, without_daemon::no_daemon};
-use crate::output::{self, bytes, counted, duration_us, percent};
+use crate::{
+    holders,
+    output::{self, bytes, counted, duration_us, percent},
+};
 
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {
@@ -33,8 +36,11 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     burgeon_daemon::read_only::note(&mut status);
+    let placed = status.mounts.iter().filter(|mount| mount.state != "preparing");
+    let held = holders::of_unmounted(placed.filter_map(|mount| mount.fsid));
     let mut layer_bytes = HashMap::new();
     for mount in &mut status.mounts {
+        mount.held_by = mount.fsid.and_then(|fsid| held.get(&fsid).cloned());
         complete(context, mount, &mut layer_bytes);
     }
     if context.json {
@@ -102,6 +108,11 @@ fn describe(mount: &MountStatus) {
     }
     if let Some(problem) = &mount.problem {
         println!("  problem    {problem}");
+    }
+    if let Some(holders) = &mount.held_by {
+        println!(
+            "  UNMOUNTED  but still held by {holders}: it is served, and released when they let go"
+        );
     }
     if let Some((found, remedy)) = mount.read_only_problem() {
         println!("  READ-ONLY  {found}: {remedy}");

@@ -91,6 +91,7 @@ fn describe(entry: &MountEntry, table: &Table) -> MountStatus {
         },
         writes: record.writes.clone(),
         forced_read_only: false,
+        held_by: None,
         attributes: record.attributes,
         data_bytes: record.data_bytes,
         materialised_bytes: match record.plain {

@@ -161,6 +161,10 @@ pub struct MountStatus {
     /// to its client, whose mount namespace has the mount ([`crate::read_only`]).
     #[serde(default)]
     pub forced_read_only: bool,
+    /// The processes that hold a mount which is mounted nowhere any more, as after a lazy umount.
+    /// The daemon leaves this field to its client, who may see them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_by: Option<String>,
     /// The attributes with which the mount was made.
     pub attributes: MountAttributes,
     /// Bytes of data in the image, each distinct chunk once.
