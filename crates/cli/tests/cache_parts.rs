@@ -156,11 +156,21 @@ fn stored_layers_are_bounded_and_evicted() {
     let layers = || cache(&burgeon, &["status"])["cache"]["layers"].as_u64().unwrap();
     let all = 2 * LEN as u64;
     assert!(layers() >= all);
+    let of_image = || {
+        let shown = cache(&burgeon, &["status"]);
+        let parts = shown["parts"].as_array().unwrap().clone();
+        let part = parts.into_iter().find(|part| part["name"] == image.as_str());
+        part.map_or(0, |part| part["layers"].as_u64().unwrap())
+    };
+    assert!(of_image() >= all);
+    let said = burgeon.ok(&["cache", "status"]);
+    assert!(said.contains("LAYERS") && said.contains("app:1"), "{said}");
     // Half of it is not enough for both, but for one.
     let resized = cache(&burgeon, &["resize", "16M"]);
     assert!(resized["cache"]["limit"].as_u64().unwrap() <= 16 * MIB, "{resized}");
     assert!(wait_until(PATIENCE, || layers() <= 8 * MIB));
     assert!(layers() >= LEN as u64);
+    assert!((LEN as u64..all).contains(&of_image()), "one of its layers is left");
     // Chunks get what layers leave.
     let chunks = || {
         let limit = cache(&burgeon, &["status"])["cache"]["limit"].as_u64().unwrap();

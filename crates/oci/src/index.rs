@@ -348,6 +348,15 @@ pub fn stored_layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Dige
     Ok(stretches.map(|stretch| u64::from(stretch.len)).sum())
 }
 
+/// Disk space in bytes of the layers in `store` that the image with the manifest `digest` is read
+/// from, whether all of them are there or not. Zero for an image that is not read from layers.
+pub fn layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
+    let Some(object) = derived_in(store, digest)? else { return Ok(0) };
+    let table = Table::decode(&store.get(&object, TABLE_MAX)?)?;
+    let layers: HashSet<_> = table.layers.iter().map(|layer| layer.digest).collect();
+    layers.iter().try_fold(0, |sum, layer| Ok(sum + store.len(&layer_object(layer)?)?.unwrap_or(0)))
+}
+
 /// True if the list exists and all layers in it are stored.
 fn all_stored(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     if store.len(list)?.is_none() {

@@ -59,7 +59,7 @@ use self::{
     source::{Kind, archive_has_no_index, part_has_no_index},
 };
 pub use self::{
-    index::{Indexed, index, is_whole, layer_list, stored_bytes, stored_layer_bytes},
+    index::{Indexed, index, is_whole, layer_bytes, layer_list, stored_bytes, stored_layer_bytes},
     kept::{Documents, OciImage, OciLayer},
     push::{Pushed, push},
     settings::Settings,

@@ -1,6 +1,6 @@
 //! `burgeon cache`: shows and changes the host's cache, which the images of all mounts share.
 
-use std::process::ExitCode;
+use std::{collections::HashMap, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
@@ -110,21 +110,27 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
         CacheRequest::Resize { parts, .. } => parts.clone(),
         _ => Vec::new(),
     };
-    let (Reply::Cache(answer), _) = client.call(&Request::Cache(request))? else {
+    let (Reply::Cache(mut answer), _) = client.call(&Request::Cache(request))? else {
         anyhow::bail!(
             "the daemon has not answered a request about the cache: it is of another version; run \
              `burgeon upgrade`"
         );
     };
     cache_parts::check(&changed, &answer)?;
-    let names = cache_parts::names(context, &client, &answer);
+    let known = match answer.parts.is_empty() && !matches!(command, CacheCommand::Status) {
+        true => HashMap::new(),
+        false => cache_parts::known(context, &client),
+    };
+    if matches!(command, CacheCommand::Status) {
+        cache_parts::add_layers(&mut answer, &known);
+    }
     if context.json {
-        output::print_json(&cache_parts::to_json(&answer, &names)?)?;
+        output::print_json(&cache_parts::to_json(&answer, &known)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     say(&command, &answer);
     if matches!(command, CacheCommand::Status) || !changed.is_empty() {
-        cache_parts::show(&answer, &names);
+        cache_parts::show(&answer, &known);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,6 +1,9 @@
 //! Images and stores in the host's cache: the parts that a user names, and their figures.
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+};
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
@@ -79,65 +82,96 @@ pub(super) fn check(changed: &[PartLimit], answer: &CacheAnswer) -> Result<()> {
     Err(Error::new(ErrorKind::Unavailable, what).into())
 }
 
-/// The names of images by digest: those of mounts as they were typed, and those of the state
-/// directory's own store.
-pub(super) fn names(
-    context: &Context,
-    client: &Client,
-    answer: &CacheAnswer,
-) -> HashMap<Digest, String> {
-    let mut names = HashMap::new();
-    if !answer.parts.iter().any(|part| matches!(part.part, CachePart::Image(_))) {
-        return names;
-    }
-    // A name is worth no failure.
-    if context.store.is_none()
-        && let Ok(store) = context.open_store()
-        && let Ok(images) = Images::read(&store, &context.provenance())
-    {
-        names.extend(images.iter().map(|(digest, image)| (*digest, image.title())));
-    }
-    if let Ok((Reply::Status(status), _)) = client.call(&Request::Status) {
-        names.extend(status.mounts.into_iter().map(|mount| (mount.digest.0, mount.image)));
-    }
-    names
+/// An image of this host, beside what the server knows of it.
+#[derive(Default)]
+pub(super) struct Known {
+    name: String,
+    /// Bytes of the stored layers that it is read from.
+    layers: u64,
 }
 
-/// The answer as JSON, with the names of images.
+/// The images of mounts, by the names as they were typed, and those of the state directory's own
+/// store, which has the stored layers of both.
+pub(super) fn known(context: &Context, client: &Client) -> HashMap<Digest, Known> {
+    let mut known = HashMap::<_, Known>::new();
+    let mut add = |digest, name| known.entry(digest).or_default().name = name;
+    // A name is worth no failure.
+    let own = if context.store.is_none() { context.open_store().ok() } else { None };
+    if let Some(store) = &own
+        && let Ok(images) = Images::read(store, &context.provenance())
+    {
+        images.iter().for_each(|(digest, image)| add(*digest, image.title()));
+    }
+    if let Ok((Reply::Status(status), _)) = client.call(&Request::Status) {
+        status.mounts.into_iter().for_each(|mount| add(mount.digest.0, mount.image));
+    }
+    if let Some(store) = &own {
+        for (digest, image) in &mut known {
+            image.layers = burgeon_oci::layer_bytes(store, digest).unwrap_or_default();
+        }
+    }
+    known
+}
+
+/// Adds the images of which nothing but layers is here.
+pub(super) fn add_layers(answer: &mut CacheAnswer, known: &HashMap<Digest, Known>) {
+    let mut layered: HashSet<_> =
+        known.iter().filter(|(_, image)| image.layers > 0).map(|(digest, _)| *digest).collect();
+    for part in &answer.parts {
+        if let CachePart::Image(digest) = &part.part {
+            layered.remove(&digest.0);
+        }
+    }
+    let mut layered: Vec<_> = layered.into_iter().collect();
+    layered.sort_by_key(|digest| std::cmp::Reverse(known[digest].layers));
+    let part = |digest: Digest| CachePart::Image(digest.into());
+    let parts = layered.into_iter().map(part);
+    answer.parts.extend(parts.map(|part| PartOfCache { part, bytes: 0, limit: None }));
+}
+
+/// The answer as JSON, with the names of images and the bytes of their layers.
 pub(super) fn to_json(
     answer: &CacheAnswer,
-    names: &HashMap<Digest, String>,
+    known: &HashMap<Digest, Known>,
 ) -> Result<serde_json::Value> {
     let mut json = serde_json::to_value(answer)?;
     let parts = json["parts"].as_array_mut().into_iter().flatten();
     for (part, shown) in answer.parts.iter().zip(parts) {
         if let CachePart::Image(digest) = &part.part
-            && let Some(name) = names.get(&digest.0)
+            && let Some(image) = known.get(&digest.0)
         {
-            shown["name"] = name.as_str().into();
+            shown["name"] = image.name.as_str().into();
+            shown["layers"] = image.layers.into();
         }
     }
     Ok(json)
 }
 
 /// Prints the bytes of images and stores, and their limits.
-pub(super) fn show(answer: &CacheAnswer, names: &HashMap<Digest, String>) {
-    let name = |part: &CachePart| match part {
-        CachePart::Store(store) => store.to_string(),
-        CachePart::Image(digest) => match names.get(&digest.0) {
-            Some(name) => named::public(name).to_owned(),
-            None => digest.0.to_string().chars().take(DIGITS_SHOWN).collect(),
-        },
-    };
+pub(super) fn show(answer: &CacheAnswer, known: &HashMap<Digest, Known>) {
     let limit = |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), bytes);
-    let row = |it: &PartOfCache| vec![name(&it.part), bytes(it.bytes), limit(it.limit)];
-    let is_image = |it: &&PartOfCache| matches!(it.part, CachePart::Image(_));
-    let images: Vec<_> = answer.parts.iter().filter(is_image).map(row).collect();
-    let stores: Vec<_> = answer.parts.iter().filter(|it| !is_image(it)).map(row).collect();
-    for (heading, mut rows) in [("IMAGE", images), ("STORE", stores)] {
+    let (mut images, mut stores) = (Vec::new(), Vec::new());
+    for it in &answer.parts {
+        let (taken, limit) = (bytes(it.bytes), limit(it.limit));
+        match &it.part {
+            CachePart::Store(store) => stores.push(vec![store.to_string(), taken, limit]),
+            CachePart::Image(digest) => {
+                let image = known.get(&digest.0);
+                let name = match image {
+                    Some(image) => named::public(&image.name).to_owned(),
+                    None => digest.0.to_string().chars().take(DIGITS_SHOWN).collect(),
+                };
+                let layers = bytes(image.map_or(0, |image| image.layers));
+                images.push(vec![name, taken, layers, limit]);
+            }
+        }
+    }
+    let headings: [&[_]; 2] =
+        [&["IMAGE", "BYTES", "LAYERS", "LIMIT"], &["STORE", "BYTES", "LIMIT"]];
+    for (heading, mut rows) in headings.into_iter().zip([images, stores]) {
         if !rows.is_empty() {
             println!();
-            rows.insert(0, [heading, "BYTES", "LIMIT"].map(str::to_owned).to_vec());
+            rows.insert(0, heading.iter().map(|it| (*it).to_owned()).collect());
             output::table(&rows);
         }
     }
