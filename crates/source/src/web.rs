@@ -164,7 +164,7 @@ pub(crate) fn choose_cryptography() {
 /// or asks for a pause, fewer if nobody listens there, and one if it is silent. `what` names the
 /// operation, for errors. Returns answers of any status.
 pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
-    let (mut tries, mut silent, mut refused) = (0, 0, 0);
+    let (mut tries, mut silent, mut refused) = (Tries::new(retries), 0, 0);
     loop {
         let answer = make().send().await;
         silent += u32::from(answer.as_ref().is_err_and(is_silence));
@@ -177,13 +177,43 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
             }
             Err(e) => !e.is_redirect() && !e.is_builder() && !is_untrusted(e),
         };
-        if !again || tries == retries || silent == SILENT_MAX || refused == REFUSED_MAX {
+        if !again || tries.is_last() || silent == SILENT_MAX || refused == REFUSED_MAX {
             return answer.map_err(|error| unreachable(what, error));
         }
-        let error = answer.map_or_else(|e| why_not(&e.without_url()), |a| a.status().to_string());
-        tracing::debug!(error, tries = tries + 1, "cannot {what}: asking again");
-        pause(tries).await;
-        tries += 1;
+        let error = match answer {
+            Ok(answer) => self::refused(what, answer.status()),
+            Err(error) => unreachable(what, error),
+        };
+        tries.again(error).await?;
+    }
+}
+
+/// The tries of one operation, a bounded number: before each but the first there is a pause, twice
+/// as long as the one before it.
+pub(crate) struct Tries {
+    done: u32,
+    retries: u32,
+}
+
+impl Tries {
+    pub(crate) fn new(retries: u32) -> Self {
+        Self { done: 0, retries }
+    }
+
+    /// True if no other follows the one under way.
+    pub(crate) fn is_last(&self) -> bool {
+        self.done == self.retries
+    }
+
+    /// Waits for the next try; the last one's error is returned.
+    pub(crate) async fn again(&mut self, error: Error) -> Result<()> {
+        if self.is_last() {
+            return Err(error);
+        }
+        tracing::debug!(%error, tries = self.done + 1, "a request failed and is sent again");
+        tokio::time::sleep(Duration::from_millis(100 << self.done.min(5))).await;
+        self.done += 1;
+        Ok(())
     }
 }
 
@@ -205,11 +235,6 @@ pub async fn send_within(
 /// True if a connected server has sent nothing for [`SILENCE_MAX`].
 pub(crate) fn is_silence(error: &reqwest::Error) -> bool {
     error.is_timeout() && !error.is_connect()
-}
-
-/// Waits before the next try.
-pub(crate) async fn pause(tries: u32) {
-    tokio::time::sleep(Duration::from_millis(100 << tries.min(5))).await;
 }
 
 pub(crate) fn unreachable(what: &str, error: reqwest::Error) -> Error {
@@ -332,7 +357,7 @@ pub struct Body<F> {
     part: Bytes,
     offset: u64,
     len_max: u64,
-    resumes: u32,
+    resumes: Tries,
     slow: u32,
 }
 
@@ -341,13 +366,14 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
     /// breaks off. `what` names the operation, for errors.
     pub fn new(what: String, answer: Response, len_max: u64, ask: F) -> Self {
         let answer = Some(Bounded::new(answer.into(), len_max));
-        Self { what, ask, answer, part: Bytes::new(), offset: 0, len_max, resumes: 0, slow: 0 }
+        let (part, resumes) = (Bytes::new(), Tries::new(RESUMES_MAX));
+        Self { what, ask, answer, part, offset: 0, len_max, resumes, slow: 0 }
     }
 
     /// A body that begins at `offset`.
     pub(crate) fn starting(what: String, offset: u64, len_max: u64, ask: F) -> Result<Self> {
-        let (part, resumes, slow) = (Bytes::new(), 0, 0);
-        let mut body = Self { what, ask, answer: None, part, offset, len_max, resumes, slow };
+        let (part, resumes) = (Bytes::new(), Tries::new(RESUMES_MAX));
+        let mut body = Self { what, ask, answer: None, part, offset, len_max, resumes, slow: 0 };
         body.resume()?;
         Ok(body)
     }
@@ -393,12 +419,8 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
                     let what = format!("cannot {}: {excess}", self.what);
                     return Err(Error::new(excess.kind(), what));
                 }
-                Err(Failed::Broken(error)) if self.resumes == RESUMES_MAX => {
-                    return Err(unreachable(&self.what, error));
-                }
-                Err(Failed::Broken(_)) => {
-                    waiting(pause(self.resumes));
-                    self.resumes += 1;
+                Err(Failed::Broken(error)) => {
+                    waiting(self.resumes.again(unreachable(&self.what, error)))?;
                 }
             }
             self.answer = None;

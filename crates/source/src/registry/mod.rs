@@ -215,7 +215,7 @@ impl Registry {
     /// Fetches `path` of the repository, with the headers of the answer and the host that gave it.
     async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap, &Endpoint)> {
         let what = format!("read {path} of {}", self.0.name);
-        let (mut tries, mut silent) = (0, 0);
+        let (mut tries, mut silent) = (web::Tries::new(retries), 0);
         // Documents are short: one that breaks off is fetched again from its beginning.
         loop {
             let accepting = |request: RequestBuilder| request.header(ACCEPT, MANIFESTS);
@@ -231,13 +231,13 @@ impl Registry {
                 Err(Failed::Broken(error)) => {
                     host.rest();
                     silent += u32::from(web::is_silence(&error));
-                    if tries == retries || silent == web::SILENT_MAX {
-                        return Err(web::unreachable(&what, error));
+                    let error = web::unreachable(&what, error);
+                    if silent == web::SILENT_MAX {
+                        return Err(error);
                     }
-                    web::pause(tries).await;
+                    tries.again(error).await?;
                 }
             }
-            tries += 1;
         }
     }
 

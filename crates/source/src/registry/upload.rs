@@ -71,15 +71,12 @@ impl Uploads {
     pub fn put(&self, digest: &OciDigest, bytes: &Bytes) -> Result<()> {
         let what = format!("write blob {digest} of {}", self.registry.name());
         waiting(async {
-            let mut tries = 0;
-            loop {
-                match self.try_put(&what, digest, bytes).await? {
-                    Tried::Done => return Ok(()),
-                    Tried::Again(_) if tries < web::RETRIES => web::pause(tries).await,
-                    Tried::Again(error) => return Err(error),
-                }
-                tries += 1;
+            // A try is two requests, because a registry forgets the place that the first one gave.
+            let mut tries = web::Tries::new(web::RETRIES);
+            while let Tried::Again(error) = self.try_put(&what, digest, bytes).await? {
+                tries.again(error).await?;
             }
+            Ok(())
         })
     }
 
