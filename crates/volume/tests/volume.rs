@@ -224,7 +224,7 @@ async fn failures_of_the_source_are_reported_a_few_times_a_minute() {
     let mut lines = events.take();
     lines.retain(|line| !line.starts_with("DEBUG"));
     assert!((5..=18).contains(&lines.len()), "{lines:?}");
-    assert!(lines.iter().any(|line| line.contains(" untold=")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains(" suppressed=")), "{lines:?}");
 }
 
 #[tokio::test]

@@ -34,9 +34,9 @@ const GIVEN_UP_MAX: usize = 1024;
 
 /// Makes an event of `$level` if it may be a line of the log, and of the level debug if not.
 macro_rules! event {
-    ($level:ident, $untold:expr, $($rest:tt)+) => {
-        match $untold {
-            Some(untold) => tracing::$level!(untold, $($rest)+),
+    ($level:ident, $suppressed:expr, $($rest:tt)+) => {
+        match $suppressed {
+            Some(suppressed) => tracing::$level!(suppressed, $($rest)+),
             None => tracing::debug!($($rest)+),
         }
     };
@@ -66,7 +66,7 @@ struct State {
     is_map_damaged: bool,
     window: Option<Instant>,
     lines: u32,
-    untold: u64,
+    suppressed: u64,
 }
 
 impl Outage {
@@ -88,7 +88,7 @@ impl Outage {
     /// A try to get a range of an object has failed.
     pub(crate) fn note(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
         let text = error.to_string();
-        let untold = {
+        let suppressed = {
             let mut state = self.state();
             let first = state.since.is_none();
             state.since.get_or_insert_with(Instant::now);
@@ -97,7 +97,15 @@ impl Outage {
             first.then(|| state.line()).flatten()
         };
         let (image, object, range) = self.fields(asked);
-        event!(warn, untold, image, object, range, error = text, "the source fails: trying again");
+        event!(
+            warn,
+            suppressed,
+            image,
+            object,
+            range,
+            error = text,
+            "the source fails: trying again"
+        );
     }
 
     /// The fields of an event about a range of an object.
@@ -111,19 +119,19 @@ impl Outage {
 
     /// The bytes that came of a range of an object are not those that were stored.
     pub(crate) fn wrong(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
-        let untold = self.state().line();
+        let suppressed = self.state().line();
         let (image, object, range) = self.fields(asked);
-        event!(error, untold, image, object, range, %error, "the source gave wrong bytes");
+        event!(error, suppressed, image, object, range, %error, "the source gave wrong bytes");
     }
 
     /// `blocks` of the chunk at `range` of the image, which the cache held, are not those that were
     /// stored.
     pub(crate) fn cached_wrong(&self, range: ByteRange, blocks: u64) {
-        let untold = self.state().line();
+        let suppressed = self.state().line();
         let (image, range) = (&*self.image, display(range));
         event!(
             error,
-            untold,
+            suppressed,
             image,
             range,
             blocks,
@@ -133,9 +141,9 @@ impl Outage {
 
     /// The chunk at `range` of the image cannot be read from the cache.
     pub(crate) fn cached_unreadable(&self, range: ByteRange) {
-        let untold = self.state().line();
+        let suppressed = self.state().line();
         let (image, range) = (&*self.image, display(range));
-        event!(warn, untold, image, range, "the cache cannot be read here: fetched again");
+        event!(warn, suppressed, image, range, "the cache cannot be read here: fetched again");
     }
 
     /// The fetch of `key` is given up because of `error`, which its readers get. If it
@@ -147,7 +155,7 @@ impl Outage {
         error: &Error,
         timed_out: bool,
     ) {
-        let untold = {
+        let suppressed = {
             let mut state = self.state();
             if let Some(key) = key.filter(|_| timed_out) {
                 let (now, for_how_long) = (Instant::now(), self.given_up_for);
@@ -161,7 +169,7 @@ impl Outage {
             state.line()
         };
         let (image, object, range) = self.fields(asked);
-        event!(error, untold, image, object, range, %error, "readers get an I/O error");
+        event!(error, suppressed, image, object, range, %error, "readers get an I/O error");
     }
 
     /// Good bytes have come.
@@ -172,11 +180,17 @@ impl Outage {
             state.given_up.clear();
             let failed = std::mem::take(&mut state.failed);
             state.since.take().and_then(|since| {
-                state.line().map(|untold| (failed, since.elapsed().as_millis(), untold))
+                state.line().map(|suppressed| (failed, since.elapsed().as_millis(), suppressed))
             })
         };
-        if let Some((failed, ms, untold)) = ended {
-            tracing::info!(image = &*self.image, failed, ms, untold, "the source answers again");
+        if let Some((failed, ms, suppressed)) = ended {
+            tracing::info!(
+                image = &*self.image,
+                failed,
+                ms,
+                suppressed,
+                "the source answers again"
+            );
         }
     }
 
@@ -231,11 +245,11 @@ impl State {
             (self.window, self.lines) = (Some(now), 0);
         }
         if self.lines == LINES_MAX {
-            self.untold += 1;
+            self.suppressed += 1;
             return None;
         }
         self.lines += 1;
-        Some(Some(std::mem::take(&mut self.untold)).filter(|untold| *untold > 0))
+        Some(Some(std::mem::take(&mut self.suppressed)).filter(|suppressed| *suppressed > 0))
     }
 }
 
@@ -265,7 +279,7 @@ mod tests {
         sleep(LINES_WINDOW).await;
         outage.wrong(None, &wrong);
         let said = events.take();
-        assert!(said[0].starts_with("ERROR ") && said[0].contains(" untold=8"), "{said:?}");
+        assert!(said[0].starts_with("ERROR ") && said[0].contains(" suppressed=8"), "{said:?}");
         assert_eq!(said.len(), 1, "{said:?}");
     }
 
