@@ -188,7 +188,7 @@ impl<C: LocalFile> Store<C> {
             Some(absent) => self.attached(absent).map(drop),
             None => match self.write_back_together(log, want, throttle) {
                 Ok(retired) => return Ok(retired),
-                // One that cannot be written back keeps no other from it.
+                // A device that fails must not keep the others from being written back.
                 Err(error) => Err(error),
             },
         };
@@ -212,9 +212,10 @@ impl<C: LocalFile> Store<C> {
         let segments = log.oldest(want);
         if segments.is_empty() {
             return match want {
-                WriteBackScope::Room if !log.has_room() => {
-                    Err(Error::new(ErrorKind::NoSpace, "the log of the cache is full"))
-                }
+                WriteBackScope::Room if !log.has_room() => Err(Error::new(
+                    ErrorKind::NoSpace,
+                    "the log of the cache is full: a slow device does not take its dirty blocks (`burgeon accelerate status`)",
+                )),
                 _ => Ok(false),
             };
         }

@@ -180,7 +180,7 @@ pub(crate) fn receive<T: DeserializeOwned>(stream: impl Read) -> Result<T> {
     let mut reader = BufReader::new(stream.take(LEN_MAX));
     reader.read_until(b'\n', &mut line).map_err(|e| Error::io("cannot receive a message", e))?;
     serde_json::from_slice(&line).map_err(|error| {
-        Error::with_source(ErrorKind::Unavailable, "no answer, or a broken one", error)
+        Error::with_source(ErrorKind::Unavailable, "the process of the cache gave no answer, or a broken one: see `burgeon accelerate status`", error)
     })
 }
 

@@ -19,7 +19,12 @@ use crate::control::{Answer, send};
 pub fn loop_process(arguments: &[OsString]) -> ExitCode {
     let number = |at: usize| arguments.get(at)?.to_str()?.parse::<i32>().ok();
     let attach = || -> Result<LoopDevice> {
-        let wrong = || Error::new(ErrorKind::Invalid, "wrong arguments");
+        let wrong = || {
+            Error::new(
+                ErrorKind::Invalid,
+                "the helper that makes the loop device got wrong arguments",
+            )
+        };
         let (mount, block) = (number(0).ok_or_else(wrong)?, number(2).ok_or_else(wrong)?);
         let name = arguments.get(1).map(|name| name.to_string_lossy()).ok_or_else(wrong)?;
         // SAFETY: the supervisor has left this number open for this process, and nothing else here

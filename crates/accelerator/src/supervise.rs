@@ -288,8 +288,13 @@ impl Supervisor {
             .spawn()
             .map_err(|e| Error::io("cannot start a helper", e))?;
         let answered = first_answer(&mut helper, LOOP_MAX).and_then(|answer| {
-            let path: PathBuf = serde_json::from_value(answer)
-                .map_err(|e| Error::with_source(ErrorKind::Unavailable, "a helper babbles", e))?;
+            let path: PathBuf = serde_json::from_value(answer).map_err(|e| {
+                Error::with_source(
+                    ErrorKind::Unavailable,
+                    "the helper that makes the loop device gave no path",
+                    e,
+                )
+            })?;
             let file = File::open(&path)
                 .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
             Ok((file, path))
@@ -555,7 +560,7 @@ impl Drop for Passed<'_> {
 
 /// This program, by another verb.
 fn pidfd_of(child: &Child) -> Result<OwnedFd> {
-    let gone = || Error::new(ErrorKind::NotFound, "the server is gone");
+    let gone = || Error::new(ErrorKind::NotFound, "the server of the cache has ended");
     let pid = Pid::from_raw(child.id() as i32).ok_or_else(gone)?;
     pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io("cannot watch the server", e.into()))
 }

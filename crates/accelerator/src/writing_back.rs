@@ -180,7 +180,10 @@ impl Throttle for Throttled<'_> {
         let until = Instant::now() + pause;
         loop {
             if self.of.is_ending.load(SeqCst) {
-                return Err(Error::new(ErrorKind::Unavailable, "the server ends"));
+                return Err(Error::new(
+                    ErrorKind::Unavailable,
+                    "the server of the cache is ending",
+                ));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || moment.waiting.load(SeqCst) > 0 {

@@ -91,7 +91,8 @@ impl Serving {
         folders: &[Option<Identity>],
     ) -> Result<()> {
         let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
-            return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
+            let what = format!("mount {} came without its descriptors", attach.id);
+            return Err(Error::new(ErrorKind::Invalid, what));
         };
         if lock(&self.mounts).contains_key(&attach.id) {
             // An adopting supervisor reports its state; one of another version announces a new

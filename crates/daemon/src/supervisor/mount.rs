@@ -93,8 +93,12 @@ impl Supervisor {
             }
             made => made,
         };
-        let again =
-            || Error::new(ErrorKind::Corrupt, "the image's files are damaged again and again");
+        let again = || {
+            Error::new(
+                ErrorKind::Corrupt,
+                "the image's prepared files are damaged again and again: check the disk of the state directory",
+            )
+        };
         let made = made.and_then(|made| made.ok_or_else(again));
         recycled_seed::refill(&self.state);
         let made = made.map_err(|e| recycled_seed::explain(&self.state, e))?;

@@ -254,7 +254,10 @@ fn pool(options: &BuildOptions) -> Result<rayon::ThreadPool> {
 
 fn pool_of(threads: usize) -> Result<rayon::ThreadPool> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    pool.map_err(|error| Error::with_source(ErrorKind::Unavailable, "cannot start threads", error))
+    pool.map_err(|error| {
+        let what = format!("cannot start {threads} threads: does `ulimit -u` allow them?");
+        Error::with_source(ErrorKind::Unavailable, what, error)
+    })
 }
 
 fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {

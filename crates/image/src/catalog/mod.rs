@@ -132,8 +132,11 @@ fn name_object(name: &str) -> Result<ObjectId> {
 }
 
 pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Result<()> {
-    let mut line = serde_json::to_vec(record)
-        .map_err(|error| Error::with_source(ErrorKind::Invalid, "cannot write a record", error))?;
+    let failed = |error| {
+        let what = format!("cannot write the record of {}", record.name);
+        Error::with_source(ErrorKind::Invalid, what, error)
+    };
+    let mut line = serde_json::to_vec(record).map_err(failed)?;
     line.push(b'\n');
     store.publish(&name_object(&record.name)?, &line)
 }
