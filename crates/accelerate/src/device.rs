@@ -59,7 +59,7 @@ pub struct DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// Those of a device without users, which is what it was.
+    /// Options of an unused device whose content has not changed since its last attachment.
     pub fn new(mode: Mode) -> Self {
         Self { mode, cutoff: 0, is_in_use: false, is_changed: false, accepts_loss: false }
     }

@@ -29,8 +29,8 @@ struct Read {
     whole: Vec<bool>,
 }
 
-/// The dirty blocks of the log, none of which has `blocks_max` or more before it on its device, and
-/// none of which is of a record below the tail of its device.
+/// The dirty blocks of the log, without blocks from number `blocks_max` of their device on, and
+/// without records below the tail of their device.
 pub(crate) fn recover(
     file: &impl LocalFile,
     layout: &Layout,

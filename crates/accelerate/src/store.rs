@@ -156,7 +156,7 @@ pub fn dirty_in(file: &impl LocalFile, size: u64) -> Result<Vec<Dirty>> {
 
 /// The log of a cache.
 fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
-    // Nothing counts of a number that no device has: the next one that gets it is another.
+    // Records of an unused number are ignored: its next device is another one.
     let tails = head.devices.each_ref().map(|record| match record.used.get() {
         0 => u64::MAX,
         _ => record.tail.get(),

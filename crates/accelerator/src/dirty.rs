@@ -100,7 +100,7 @@ impl Owners {
         put_durably(&path, &text).map_err(failed)
     }
 
-    /// Records a device of which nothing but its name is known, unless more is.
+    /// Records the `name` of a device alone, unless its record has more already.
     pub(crate) fn note(&self, name: &str, cache: [u8; 16]) -> Result<()> {
         match self.get(name) {
             Some(_) => Ok(()),
@@ -108,8 +108,7 @@ impl Owners {
         }
     }
 
-    /// Records that all devices may be written to without the cache, but for those that were not
-    /// attached yet.
+    /// Records that every device that was ever attached may be written to without the cache.
     pub(crate) fn note_changed(&self) -> Result<()> {
         let attached = |(_, owner): &(String, Owner)| !owner.slow.as_os_str().is_empty();
         self.all()

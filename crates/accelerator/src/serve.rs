@@ -292,8 +292,8 @@ fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, what))
 }
 
-/// Absent devices of which the cache has dirty blocks are known, also if the cache comes from
-/// elsewhere; and those of which it has none are not.
+/// Records absent devices that have dirty blocks in the cache, which may come from another host,
+/// and removes the records of those that have none.
 fn record_absent(store: &Store<Disk>, devices: &[Device], owners: &Owners) -> Result<()> {
     if store.has_failed() {
         return Ok(());

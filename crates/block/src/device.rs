@@ -115,7 +115,8 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// The device's parameters for the kernel.
     fn shape(&self) -> Shape;
 
-    /// Reads local data. Never waits, locks or allocates.
+    /// Reads local data. Never waits for I/O or allocates; the first read of a chunk may take a
+    /// short lock.
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now>;
 
     /// The file of this number, open for reading as long as the device lives; `None` if there is

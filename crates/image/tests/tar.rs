@@ -392,8 +392,8 @@ fn varied() -> Vec<u8> {
 proptest::proptest! {
     #![proptest_config(proptest::test_runner::Config::with_cases(300))]
 
-    /// Damaged anywhere, with valid header checksums: refused, or an image that obeys the rules;
-    /// never a panic, never more memory than the archive's length justifies.
+    /// Damaged anywhere, with valid header checksums: refused, or an image that satisfies the
+    /// rules; never a panic, never more memory than the archive's length justifies.
     #[test]
     fn damaged_archives_are_refused_or_consistent(
         edits in proptest::collection::vec((0usize..10_000, proptest::prelude::any::<u8>()), 1..6),

@@ -122,7 +122,7 @@ pub(crate) fn mislisted(archive: &mut dyn Read, toc: &Toc) -> Option<String> {
         io::copy(&mut data, &mut io::sink())?;
         Ok(data.digest().bytes())
     };
-    // Nothing that is no archive has a list.
+    // A layer that is not a tar archive cannot be compared: the reason is the difference.
     builder::first_difference(archive, &toc.files, &sha256).unwrap_or_else(|e| Some(e.to_string()))
 }
 

@@ -193,8 +193,9 @@ where
 
     /// Answers from local data: verified bytes, or [`Now::Absent`], or [`Now::Local`] where the
     /// cache is on a disk; [`Self::verify`] then judges what was read there. No allocation, no
-    /// wait. `range` is whole blocks of [`AddressMap::data_range`], `buf` as long as it and
-    /// aligned to 4 KiB; anything else is `Invalid`.
+    /// wait for I/O; the first read of a chunk takes a short lock of the cache. `range` is whole
+    /// blocks of [`AddressMap::data_range`], `buf` as long as it and aligned to 4 KiB; anything
+    /// else is `Invalid`.
     pub fn try_read(&self, range: ByteRange, buf: &mut [u8]) -> Result<Now> {
         self.read_here(range, buf, false)
     }

@@ -91,7 +91,8 @@ impl World {
         Ok(())
     }
 
-    /// What the next process reads stays so, when the write of the dead lands and processes die.
+    /// Reads of the next process give the same after a late write of the dead process lands, and
+    /// after more deaths.
     fn compare_after_death(&mut self) -> Result<(), String> {
         self.die()?;
         let both = |world: &mut Self| (0..2).try_for_each(|number| world.read_all(number));

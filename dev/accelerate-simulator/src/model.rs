@@ -22,9 +22,9 @@ pub(crate) fn bytes_of(sector: usize, version: Version) -> [u8; SECTOR] {
 /// The versions that a sector may have.
 #[derive(Clone, Default)]
 struct Sector {
-    /// That a read may return now.
+    /// Versions that a read may return now.
     now: BTreeSet<Version>,
-    /// That may be there after a power failure.
+    /// Versions that may be there after a power failure.
     durable: BTreeSet<Version>,
 }
 

@@ -61,7 +61,7 @@ impl Reads {
 
     /// The bytes read in the time before `now`, to the precision of the samples.
     pub(super) fn within(&self, now: Instant, time: Duration) -> ReadBytes {
-        // Without a sample that old, this server is younger than that.
+        // No sample is that old: this server is younger, and its reads count from its start.
         let old = |(at, _): &&(Instant, ReadBytes)| now.duration_since(*at) >= time;
         let before = self.samples.iter().rev().find(old).map_or(ReadBytes::default(), |it| it.1);
         ReadBytes { hit: self.total.hit - before.hit, miss: self.total.miss - before.miss }

@@ -21,7 +21,8 @@ impl Supervisor {
             if is_copied {
                 abandoned::release(&mut own, &|| self.needed_paths());
             }
-            // Another supervisor has started it: it has the copy that was made for that one.
+            // An earlier supervisor started this server, so it is in that one's copy of the
+            // namespace.
             let server = self.table().server_pid;
             match server.and_then(abandoned::is_elsewhere) {
                 Some(true) => server.into_iter().for_each(|server| {

@@ -109,7 +109,7 @@ pub(crate) struct MountEntry {
 }
 
 impl MountEntry {
-    /// A mount that no server serves yet, and that nobody has.
+    /// A mount that is not served yet, and was not handed out.
     pub(crate) fn new(record: MountRecord, fuse: Option<OwnedFd>, slots: Slots) -> Self {
         Self {
             record,

@@ -286,7 +286,7 @@ impl Readers {
         self.running.fetch_sub(1, Relaxed);
         // `end` has taken it out if it waits for this thread.
         state.threads.retain(|thread| thread.thread().id() != me);
-        // One that ends for another mount gives back what that may take.
+        // A thread that ends in favour of another mount gives its place back.
         let is_for_others = self.taken_for_others.swap(false, Relaxed);
         let has_usual = state.helping + 1 > state.beyond;
         let is_beyond = state.beyond > 0 && !(is_for_others && has_usual);

@@ -11,7 +11,7 @@
 //! tree has exactly one encoding, and no encoding can point out of bounds. Columns are byte
 //! planes (all lowest bytes, then all second bytes, …), which compress well with zstd.
 //!
-//! Invariants: the result of [`Manifest::decode`] obeys every rule in `validate.rs`; the same
+//! Invariants: the result of [`Manifest::decode`] satisfies every rule in `validate.rs`; the same
 //! manifest encodes to the same bytes. The property tests in `tests/` check both.
 
 mod decode;

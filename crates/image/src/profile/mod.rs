@@ -9,8 +9,8 @@
 //!
 //! A profile is a hint, and anybody with write access to the store controls it. It is therefore
 //! bounded and clipped to the image's own lazy data; the worst it can cause is the prefetch of
-//! unused data. Invariants: the result of [`Profile::decode`] obeys the rules in `format.rs`; no
-//! block of a file is in it twice. `tests/profile.rs` checks both.
+//! unused data. Invariants: the result of [`Profile::decode`] satisfies the rules in `format.rs`;
+//! no block of a file is in it twice. `tests/profile.rs` checks both.
 
 mod format;
 mod store;

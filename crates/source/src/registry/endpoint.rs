@@ -215,7 +215,7 @@ impl Endpoint {
         }
     }
 
-    /// `answer`, or that of the place that it redirects to, which gets neither login nor headers.
+    /// Follows a redirect of `answer`, without login and headers.
     async fn followed(
         &self,
         what: &str,

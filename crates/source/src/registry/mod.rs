@@ -356,8 +356,8 @@ impl Registry {
             waiting.into_iter().for_each(Waiting::end);
             match answer {
                 Ok(answer) => return Ok((host, answer)),
-                // What the server does not have, a mirror that failed just now need not be asked
-                // for.
+                // The registry itself does not have it, so no mirror that failed just now is asked
+                // again.
                 Err(error) if is_server && error.kind() == ErrorKind::NotFound => {
                     return Err(error);
                 }

@@ -91,7 +91,7 @@ fn of_attributes(entry: &TarEntry, file: &Listed) -> Option<String> {
     Some(format!("{what} of {} than in the layer", show(path)))
 }
 
-/// The path without what makes no difference to it.
+/// The path without redundant parts: `./` and `/` in front, `/` behind.
 fn plain(mut path: &[u8]) -> &[u8] {
     loop {
         path = match path {
