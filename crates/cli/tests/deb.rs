@@ -50,8 +50,17 @@ fn the_package_is_reproducible_and_lintian_accepts_it() {
         "/usr/share/zsh/vendor-completions/_burgeon",
         "/usr/share/fish/vendor_completions.d/burgeon.fish",
         "/usr/lib/udev/rules.d/65-burgeon.rules",
+        "/usr/lib/systemd/system/burgeon.service",
         "/usr/lib/systemd/system/burgeon-metrics.service",
+        "/usr/lib/systemd/system/burgeon-snapshotter.service",
+        "/usr/lib/systemd/system/burgeon-disks.service",
+        "/usr/lib/systemd/system/burgeon-disks.timer",
+        "/usr/lib/systemd/system/burgeon-retry@.timer",
+        "/usr/lib/sysusers.d/burgeon.conf",
         "/usr/share/doc/burgeon/operations.md",
+        "/usr/share/doc/burgeon/SECURITY.md",
+        "/usr/share/doc/burgeon/examples/burgeon.rules.yml",
+        "/usr/share/doc/burgeon/examples/grafana-dashboard.json",
     ] {
         assert!(held.lines().any(|line| line.ends_with(path)), "{path}: {held}");
     }
@@ -64,6 +73,24 @@ fn the_package_is_reproducible_and_lintian_accepts_it() {
         Command::new(checkout().join("dist/deb/check")).arg(&packages[0]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}");
+}
+
+/// needrestart, a Perl program, reads these settings as code.
+#[test]
+fn needrestart_restarts_no_unit_that_serves_devices() {
+    let restarted = "my $file = shift; our %nrconf; do $file; die $@ if $@; for my $unit (@ARGV) {
+        print \"$unit\\n\" unless grep { $unit =~ $_ } keys %{$nrconf{override_rc}} }";
+    let mut perl = Command::new("perl");
+    perl.args(["-e", restarted]).arg(checkout().join("dist/deb/needrestart.conf"));
+    let output = perl
+        .args(["burgeon.service", "burgeon-0a1b2c3d.service"])
+        .args(["burgeon-accelerate-fast-0a1b2c3d.service"])
+        .args(["burgeon-metrics.service", "burgeon-snapshotter.service", "other.service"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(said, "burgeon-metrics.service\nburgeon-snapshotter.service\nother.service\n");
 }
 
 /// The package stays while a cache has newer content of a slow device, or serves one.
