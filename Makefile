@@ -39,7 +39,7 @@ DEB_NEEDS := git=git strip=binutils dpkg-shlibdeps=dpkg-dev lintian=lintian
 TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	debootstrap=debootstrap setfattr=attr setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
-	nginx=nginx-light umoci=umoci skopeo=skopeo busybox=busybox-static runc=runc crun=crun \
+	nginx=nginx-light umoci=umoci skopeo=skopeo busybox=busybox-static runc=runc crun=crun zsh=zsh fish=fish \
 	podman=podman buildah=buildah bwrap=bubblewrap systemd-nspawn=systemd-container \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
 	sshd=openssh-server oathtool=oathtool /lib/x86_64-linux-gnu/security/pam_oath.so=libpam-oath \
