@@ -32,7 +32,10 @@ struct Helper<'a> {
 
 impl<'a> Helper<'a> {
     fn new(space: &'a Space) -> Self {
-        let burgeon = Burgeon::new(PROGRAM, space);
+        Self::of(space, Burgeon::new(PROGRAM, space))
+    }
+
+    fn of(space: &'a Space, burgeon: Burgeon) -> Self {
         let tree = space.make_folder("tree");
         fs::write(tree.join("file"), "content").unwrap();
         burgeon.build(&tree, "image:1");
@@ -349,4 +352,18 @@ fn mount_8_calls_the_helper() {
     drop(sbin);
     helper.burgeon.umount(helper.mounted());
     helper.burgeon.umount(Mounted::at(&at));
+}
+
+/// mount(8) has a code of its own for it.
+#[test]
+fn a_disk_without_room_is_a_system_error() {
+    let space = Space::new("helper-room");
+    let disk = space.small_disk("disk", 64 << 20);
+    let helper = Helper::of(&space, Burgeon::with_state(PROGRAM, disk.path().join("state")));
+    helper.fails("image:1", "", &[], 2, "free");
+    assert_eq!(helper.mounts(), 0);
+    helper.ok("image:1", "ro");
+    drop(helper.mounted());
+    helper.burgeon.ok(&["shutdown"]);
+    drop(helper);
 }
