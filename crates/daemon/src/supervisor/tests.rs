@@ -219,3 +219,24 @@ fn a_refused_request_is_an_event_with_its_kind_and_cause() {
     let reply = wire::receive::<Reply>(&client).unwrap().unwrap().0;
     assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
 }
+
+/// What a crash could lose is not exported: a total would go down.
+#[test]
+fn totals_are_exported_once_they_are_durable() {
+    let it = Supervised::new();
+    let id = it.add(1, |_| {});
+    let count = |fetches: u64| {
+        it.supervisor.table().mounts[&id].slots.counters().fetches.add(fetches);
+        it.supervisor.count();
+        it.supervisor.counting.durable().unwrap()
+    };
+    let (first, second) = (count(3), count(4));
+    assert!(!second.is_same(&first), "more fetches are other totals");
+    // Nothing replaces a folder.
+    let file = it.state().totals();
+    fs::remove_file(&file).unwrap();
+    fs::create_dir_all(file.join("in the way")).unwrap();
+    assert!(count(5).is_same(&second), "they were not written");
+    fs::remove_dir_all(&file).unwrap();
+    assert!(!count(0).is_same(&second));
+}
