@@ -124,7 +124,10 @@ fn a_package_is_installed_upgraded_kept_removed_and_purged() {
     let scraped = || fs::read_to_string("/run/burgeon-metrics/burgeon.prom").unwrap_or_default();
     assert!(wait_until(PATIENCE, || scraped().contains("\nburgeon_up 1\n")), "{}", scraped());
     assert_eq!(property_of(METRICS, "SupplementaryGroups"), "burgeon");
+    assert_eq!(property_of(METRICS, "DynamicUser"), "yes");
     run("systemctl", &["enable", "--now", "burgeon-disks.timer"]);
+    run("systemctl", &["start", "burgeon-disks.service"]);
+    assert!(wait_until(PATIENCE, || scraped().contains("\nburgeon_disks_timestamp_seconds ")));
     let second = changed(&first, "2", "true");
     let metrics = property_of(METRICS, "MainPID");
     upgrade_to(&second);
