@@ -17,8 +17,18 @@ const SAID_LINES: usize = 10;
 /// Begins a line: all tests run again, and those before it do not count.
 pub(crate) const AGAIN: &str = "lab: running the list once more";
 
+/// Begins what a guest of the lab says that is ended because it is silent.
+const TOLD: &str = "lab: what the guest's processes wait for:";
+
+/// Lines of that which are shown again at the end.
+const TOLD_LINES: usize = 60;
+
 /// Length of each such line, in characters.
 const SAID_CHARACTERS: usize = 400;
+
+/// From the signal that asks a program to end to the one that ends it. A guest of the lab takes
+/// that time to tell what its processes wait for.
+const GRACE: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub(crate) struct Tally {
@@ -68,15 +78,15 @@ pub(crate) enum Errors {
 /// How long a command may run.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
-    /// Without a line. Then the program that it runs is killed, and the next one may go on: a test
+    /// Without a line. Then the program that it runs is ended, and the next one may go on: a test
     /// that hangs fails with its name.
     pub(crate) silence: Duration,
-    /// In all: from then on, each program that it runs is killed.
+    /// In all: from then on, each program that it runs is ended.
     pub(crate) until: Option<Instant>,
 }
 
 impl Patience {
-    /// How long to wait for a line; the reason to kill what runs then.
+    /// How long to wait for a line; the reason to end what runs then.
     fn wait(&self) -> (Duration, String) {
         /// Until what was killed has ended, and the next one has begun.
         const BETWEEN: Duration = Duration::from_millis(200);
@@ -88,12 +98,16 @@ impl Patience {
     }
 
     fn is_over(&self) -> bool {
-        self.until.is_some_and(|until| until <= Instant::now())
+        self.is_over_for(Duration::ZERO)
+    }
+
+    fn is_over_for(&self, time: Duration) -> bool {
+        self.until.is_some_and(|until| until + time <= Instant::now())
     }
 }
 
-/// Runs such a command, shows each line, and adds them up. The programs that it runs are killed,
-/// one at a time, when `patience` is at an end.
+/// Runs such a command, shows each line, and adds them up. The programs that it runs are asked to
+/// end, one at a time, when `patience` is at an end, and killed if they do not.
 pub(crate) fn watch(
     name: &str,
     mut command: Command,
@@ -115,26 +129,30 @@ pub(crate) fn watch(
     drop(command);
     let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
     let mut ran = Ran::default();
-    let (lines, mut is_told) = (lines(output), false);
+    let (lines, mut is_told, mut is_asked) = (lines(output), false, false);
     loop {
         let (wait, why) = patience.wait();
+        let wait = if is_asked { wait.min(GRACE) } else { wait };
         let line = match lines.recv_timeout(wait) {
             Ok(line) => line?,
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
-                let line = format!("{why}: killing its program");
+                let line = format!("{why}: ending its program");
                 // The end of the time is told once.
                 if !is_told {
                     show(&line);
                     said.lines.push(format!("{name}: {line}"));
                 }
                 is_told = patience.is_over();
-                kill_children(child.id());
+                let is_late = is_asked || patience.is_over_for(GRACE);
+                end_children(child.id(), if is_late { libc::SIGKILL } else { libc::SIGTERM });
+                is_asked = !is_asked;
                 continue;
             }
         };
+        is_asked = false;
         if patience.is_over() {
-            kill_children(child.id());
+            end_children(child.id(), libc::SIGTERM);
         }
         show(&line);
         if line.starts_with(AGAIN) {
@@ -172,15 +190,15 @@ fn lines(output: PipeReader) -> Receiver<io::Result<String>> {
     receiver
 }
 
-/// Kills what the process `parent` waits for: of cargo, the test program that it runs.
-fn kill_children(parent: u32) {
+/// Sends `signal` to what the process `parent` waits for: of cargo, the test program that it runs.
+fn end_children(parent: u32, signal: libc::c_int) {
     let threads = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten().flatten();
     for thread in threads {
         let children = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
         for child in children.split_whitespace().filter_map(|number| number.parse().ok()) {
             // SAFETY: takes numbers, and touches no memory. Their parent has not waited for them,
             // or it would not hang, so the numbers are still theirs.
-            unsafe { libc::kill(child, libc::SIGKILL) };
+            unsafe { libc::kill(child, signal) };
         }
     }
 }
@@ -242,18 +260,23 @@ impl Ran {
 }
 
 /// The first lines of each failed test's output: libtest shows them below
-/// `---- NAME stdout ----`, when all tests of a program have ended.
+/// `---- NAME stdout ----`, when all tests of a program have ended. And what a guest tells that has
+/// hung, with the line before it: the name of the test that ran.
 #[derive(Default)]
 struct Said {
     lines: Vec<String>,
-    /// Lines that may still come of this test.
+    /// Lines that may still come of this test, or guest.
     left: usize,
+    before: String,
 }
 
 impl Said {
     fn hear(&mut self, line: &str) {
         if line.starts_with("---- ") && line.ends_with(" ----") {
             self.left = SAID_LINES;
+        } else if line == TOLD {
+            self.left = TOLD_LINES;
+            self.lines.push(self.before.chars().take(SAID_CHARACTERS).collect());
         } else if line == "failures:" {
             self.left = 0;
         }
@@ -261,6 +284,7 @@ impl Said {
             self.left -= 1;
             self.lines.push(line.chars().take(SAID_CHARACTERS).collect());
         }
+        line.clone_into(&mut self.before);
     }
 }
 
@@ -326,7 +350,36 @@ mod tests {
         let patience = Patience { silence, until: Some(Instant::now()) };
         let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
         assert!(!outcome.good);
-        assert_eq!(outcome.said, ["it: the time is up: killing its program"]);
+        assert_eq!(outcome.said, ["it: the time is up: ending its program"]);
+    }
+
+    #[test]
+    fn a_guest_that_has_hung_tells_what_it_waits_for_and_is_shown_at_the_end() {
+        let mut command = Command::new("sh");
+        let guest = r#"
+            trap 'echo; echo "$TOLD"; echo futex_wait; kill $!; exit 124' TERM
+            printf 'test first ... ok\ntest second ... '
+            sleep 1000 >/dev/null & wait $!"#;
+        // As `bash` waits for the guest's script, to run it once more.
+        command.args(["-c", "sh -c \"$1\"; exit $?", "sh", guest]).env("TOLD", super::TOLD);
+        let silence = Duration::from_millis(500);
+        let patience = Patience { silence, until: None };
+        let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
+        assert!(!outcome.good);
+        let why = "it: no line for 0 s: ending its program";
+        assert_eq!(outcome.said, [why, "test second ... ", super::TOLD, "futex_wait"]);
+        let lab = include_str!("../../lab/run");
+        assert!(lab.contains(&format!("echo \"{}\"", super::TOLD)), "dev/lab/run says it otherwise");
+    }
+
+    #[test]
+    fn what_does_not_end_when_it_is_asked_is_killed_after_its_grace() {
+        let over = Instant::now() - super::GRACE;
+        let mut command = Command::new("sh");
+        command.args(["-c", "sh -c \"trap '' TERM; while :; do sleep 1; done\"; exit $?"]);
+        let patience = Patience { silence: Duration::from_secs(1000), until: Some(over) };
+        let outcome = watch("it", command, Errors::Apart, patience, |_| ()).unwrap();
+        assert!(!outcome.good);
     }
 
     #[test]
