@@ -18,7 +18,7 @@ use std::{
 };
 
 use testkit::{
-    AlignedBlock, Burgeon, Fio, PATIENCE, Pattern, Rng, Space, btrfs_check, kill, scaled,
+    AlignedBlock, Burgeon, Fio, PATIENCE, Pattern, Rng, Space, btrfs_check, kill, preload, scaled,
     ublk_expected, wait_until,
 };
 
@@ -192,4 +192,83 @@ fn kills_during_mount_and_umount_leave_nothing_stuck() {
         burgeon.ok(&["umount", at.to_str().unwrap()]);
     }
     burgeon.umount(keep);
+}
+
+/// A library to preload: the first process that makes a mount while the file `ONCE` is there kills
+/// the server beside it, and waits for its end.
+const KILLER: &str = r#"
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static long read_of(const char *pid, const char *name, char *text, size_t len) {
+    char path[300];
+    snprintf(path, sizeof path, "/proc/%s/%s", pid, name);
+    int fd = open(path, O_RDONLY);
+    long got = fd < 0 ? -1 : read(fd, text, len - 1);
+    if (fd >= 0) close(fd);
+    text[got < 0 ? 0 : got] = 0;
+    return got;
+}
+__attribute__((constructor)) static void kill_server(void) {
+    char line[4096], stat[4096];
+    long len = read_of("self", "cmdline", line, sizeof line);
+    const char *once = getenv("ONCE");
+    if (len <= 0 || !once || !memmem(line, len, "__help", 6) || unlink(once) != 0) return;
+    DIR *all = opendir("/proc");
+    for (struct dirent *entry; all && (entry = readdir(all));) {
+        int parent = 0;
+        len = read_of(entry->d_name, "cmdline", line, sizeof line);
+        if (len <= 0 || !memmem(line, len, "__serve", 7)) continue;
+        read_of(entry->d_name, "stat", stat, sizeof stat);
+        char *end = strrchr(stat, ')');
+        if (!end || sscanf(end, ") %*c %d", &parent) != 1 || parent != getppid()) continue;
+        kill(atoi(entry->d_name), SIGKILL);
+        while (read_of(entry->d_name, "cmdline", line, sizeof line) > 0) usleep(1000);
+    }
+    if (all) closedir(all);
+}
+"#;
+
+/// On Linux 6.12 a ublk device whose server dies before its start is lost, and a read of it would
+/// wait for ever.
+#[test]
+fn a_server_killed_before_its_device_starts_costs_the_mount_nothing() {
+    let space = Space::new("kill-start");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let tree = space.make_folder("tree");
+    let pattern = Pattern { seed: 778, blocks: 200 };
+    pattern.write(&tree.join("pattern")).unwrap();
+    burgeon.build(&tree, "pattern");
+    let (at, once) = (space.make_folder("at"), space.path("once"));
+    let library = preload(&space, KILLER);
+    let mount = |arguments: &[&str]| {
+        let mut command = burgeon.command(&["mount", "pattern", at.to_str().unwrap()]);
+        command.args(arguments).envs(library.clone()).env("ONCE", &once);
+        command.output().unwrap()
+    };
+    // The daemon starts, and with it processes that make no mount.
+    assert!(mount(&["--read-only"]).status.success());
+    burgeon.ok(&["umount", at.to_str().unwrap()]);
+    for (round, writes) in
+        [&["--read-only"][..], &["--writes", "w", "--write-limit", "256M"]].into_iter().enumerate()
+    {
+        std::fs::write(&once, "").unwrap();
+        let mounting = mount(writes);
+        assert!(mounting.status.success(), "{mounting:?}");
+        assert!(!once.exists(), "no process of a mount has killed the server");
+        let file = Pattern::open_direct(&at.join("pattern")).unwrap();
+        pattern.check(&file, 7, &mut AlignedBlock::default()).unwrap();
+        drop(file);
+        let status = burgeon.status();
+        assert_eq!(status["server_restarts"], round + 1, "{status:#}");
+        assert_eq!(status["mounts"].as_array().map(Vec::len), Some(1), "{status:#}");
+        burgeon.ok(&["umount", at.to_str().unwrap()]);
+        assert_eq!(std::fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
+    }
+    burgeon.ok(&["shutdown"]);
 }

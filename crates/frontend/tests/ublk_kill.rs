@@ -8,13 +8,14 @@ mod common;
 mod victims;
 
 use std::{
+    fs::File,
     path::PathBuf,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_block::Shape;
+use burgeon_block::{ErrorKind, Shape};
 use burgeon_frontend::{
     End, ServeOptions, Slots,
     ublk::{self, Control, Queues},
@@ -38,7 +39,9 @@ fn main() {
             println!("test with_every_tag_in_the_dead_servers_hands ... ok");
             killed_again_and_again_under_load(seed);
             println!("test killed_again_and_again_under_load ... ok");
-            println!("test result: ok. 2 passed; 0 failed; 0 ignored");
+            a_device_whose_server_has_died_is_not_started();
+            println!("test a_device_whose_server_has_died_is_not_started ... ok");
+            println!("test result: ok. 3 passed; 0 failed; 0 ignored");
         }
     }
 }
@@ -129,4 +132,16 @@ fn killed_again_and_again_under_load(seed: u64) {
     // The device ends, and so does its server, in good order.
     Control::open().unwrap().stop(supervisor.number).unwrap();
     server.await_end();
+}
+
+/// Nobody could read it, and on Linux 6.12 nobody could take it over.
+fn a_device_whose_server_has_died_is_not_started() {
+    let supervisor = Supervisor::new();
+    let mut server = supervisor.start("serve");
+    server.kill();
+    // The kernel closes its files after its end.
+    let device = format!("/dev/ublkc{}", supervisor.number);
+    wait_for(|| File::open(&device).is_ok(), "the end of the server's files");
+    let started = Control::open().unwrap().start(supervisor.number, server.id());
+    assert_eq!(started.unwrap_err().kind(), ErrorKind::Unavailable);
 }

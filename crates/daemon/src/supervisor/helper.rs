@@ -74,6 +74,8 @@ pub(crate) enum Task {
     /// Make the block devices of a mount, and mount them. Over FUSE, the detached mount of the FUSE
     /// file is sent along, or a plain file; the btrfs mount is returned.
     Plumb(MountParts),
+    /// Go on with that: the server of the device that was started lives.
+    Proceed,
     /// Put the FUSE file of the mount that is sent along below a loop device.
     Exchange(Exchange),
     /// Put the plain file that is sent along below a loop device.
@@ -94,6 +96,8 @@ pub(crate) enum Task {
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub(crate) enum Outcome {
+    /// The mount's ublk device was started; the helper waits for [`Task::Proceed`].
+    Started,
     /// Sent with the mount's descriptor.
     Plumbed(Plumbed),
     Grown {
@@ -114,10 +118,22 @@ pub(crate) fn run(
     fds: &[BorrowedFd<'_>],
     abort: impl FnOnce(),
 ) -> Result<(Outcome, Vec<OwnedFd>)> {
+    run_in_steps(state, task, fds, || Ok(()), abort)
+}
+
+/// As [`run`]. When the helper has started a ublk device, it goes on if `may_proceed`, and ends if
+/// not: that error is returned.
+pub(crate) fn run_in_steps(
+    state: &StateDir,
+    task: &Task,
+    fds: &[BorrowedFd<'_>],
+    may_proceed: impl FnOnce() -> Result<()>,
+    abort: impl FnOnce(),
+) -> Result<(Outcome, Vec<OwnedFd>)> {
     let failed = |e| Error::io("cannot start a process for mounting", e);
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
     let child = program::start("__help", state.root(), theirs).map_err(failed)?;
-    let answer = ask(&ours, task, fds, abort);
+    let answer = ask(&ours, task, fds, may_proceed, abort);
     drop(ours);
     reap(child, answer.is_ok());
     match answer? {
@@ -130,13 +146,20 @@ fn ask(
     stream: &UnixStream,
     task: &Task,
     fds: &[BorrowedFd<'_>],
+    may_proceed: impl FnOnce() -> Result<()>,
     abort: impl FnOnce(),
 ) -> Result<(Outcome, Vec<OwnedFd>)> {
     let failed = |e| Error::io("cannot talk to the process that mounts", e);
     stream.set_read_timeout(Some(ANSWER_MAX)).map_err(failed)?;
     stream.set_write_timeout(Some(ANSWER_MAX)).map_err(failed)?;
     wire::send(stream, task, fds)?;
-    match wire::receive(stream) {
+    let mut answer = wire::receive(stream);
+    if let Ok(Some((Outcome::Started, _))) = answer {
+        may_proceed()?;
+        wire::send(stream, &Task::Proceed, &[])?;
+        answer = wire::receive(stream);
+    }
+    match answer {
         Ok(Some(answer)) => Ok(answer),
         Ok(None) => Err(Error::new(
             ErrorKind::LocalIo,

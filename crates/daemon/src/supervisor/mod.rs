@@ -33,6 +33,7 @@ mod api;
 mod cache;
 pub(crate) mod exchange;
 mod exchangeable;
+mod first_server;
 mod grants;
 mod grow;
 pub(crate) mod helper;

@@ -54,7 +54,19 @@ use crate::{
 
 /// Time limit for a server to say that it can serve a mount. It reads a map and opens two files;
 /// the rest allows for a few restarts.
-const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Attempts to make a mount. One fails if the server dies while its block device is started.
+const ATTEMPTS: usize = 3;
+
+/// The end of an attempt to make a mount.
+enum Attempt {
+    Made(Mounted, OwnedFd),
+    /// The files to serve it from were damaged, and have been made again.
+    Mended,
+    /// The server of its new block device has died.
+    ServerDied(Error),
+}
 
 impl Supervisor {
     /// Makes the requested mount and returns its descriptor, detached.
@@ -76,7 +88,6 @@ impl Supervisor {
         if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
             backing_devices::refuse_burgeon(folder, "the store")?;
         }
-        let mut id = MountId::random()?;
         let begun = Instant::now();
         if let Some(bytes) = request.writes.first_bytes() {
             self.make_room(bytes + HOST_LEFT);
@@ -84,35 +95,46 @@ impl Supervisor {
         if request.writes.name().is_some() {
             recycled_seed::lend(&self.state);
         }
-        let made = match self.mount_as(id, &request, &store) {
-            // The files to serve it from were damaged, and have been made again.
-            Ok(None) => {
-                tracing::warn!(image = %request.image, "prepared files were damaged, and have been made again");
-                id = MountId::random()?;
-                self.mount_as(id, &request, &store)
-            }
-            made => made,
-        };
-        let again = || {
-            Error::new(
-                ErrorKind::Corrupt,
-                "the image's prepared files are damaged again and again: check the disk of the state directory",
-            )
-        };
-        let made = made.and_then(|made| made.ok_or_else(again));
+        let made = self.attempt(&request, &store);
         recycled_seed::refill(&self.state);
-        let made = made.map_err(|e| recycled_seed::explain(&self.state, e))?;
-        tracing::info!(mount = %id, image = %request.image, ms = begun.elapsed().as_millis(), "mounted");
-        Ok(made)
+        let (mounted, mount) = made.map_err(|e| recycled_seed::explain(&self.state, e))?;
+        tracing::info!(mount = %mounted.id, image = %request.image, ms = begun.elapsed().as_millis(), "mounted");
+        Ok((mounted, mount))
     }
 
-    /// Returns `None` if it failed because of damaged files that have been made again meanwhile.
+    /// Makes the mount, again if the cause of a failure is gone.
+    fn attempt(
+        self: &Arc<Self>,
+        request: &MountRequest,
+        store: &Location,
+    ) -> Result<(Mounted, OwnedFd)> {
+        let (image, mut has_mended, mut attempts) = (&request.image, false, 1);
+        loop {
+            match self.mount_as(MountId::random()?, request, store)? {
+                Attempt::Made(mounted, mount) => return Ok((mounted, mount)),
+                Attempt::Mended if has_mended => {
+                    let what = "the image's prepared files are damaged again and again: check the disk of the state directory";
+                    return Err(Error::new(ErrorKind::Corrupt, what));
+                }
+                Attempt::Mended => {
+                    tracing::warn!(%image, "prepared files were damaged, and have been made again");
+                    has_mended = true;
+                }
+                Attempt::ServerDied(error) if attempts == ATTEMPTS => return Err(error),
+                Attempt::ServerDied(error) => {
+                    tracing::warn!(%image, %error, "mounting once more");
+                    attempts += 1;
+                }
+            }
+        }
+    }
+
     fn mount_as(
         self: &Arc<Self>,
         id: MountId,
         request: &MountRequest,
         store: &Location,
-    ) -> Result<Option<(Mounted, OwnedFd)>> {
+    ) -> Result<Attempt> {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
             .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
@@ -123,19 +145,21 @@ impl Supervisor {
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
         // The record names the files to serve it from.
         let mut record = None;
-        let made = self.make(id, request, &mut plan, &mut record);
-        if let Err(error) = &made {
-            // A damaged version is one that nobody knows.
-            let is_damage =
-                matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::UnsupportedFormat);
-            let mended = record.filter(|_| is_damage).map(|record| mend(&self.state, &record));
-            self.abandon(id);
-            plan.undo(&self.state);
-            if let Some(Ok(true)) = mended {
-                return Ok(None);
-            }
+        let error = match self.make(id, request, &mut plan, &mut record) {
+            Ok((mounted, mount)) => return Ok(Attempt::Made(mounted, mount)),
+            Err(error) => error,
+        };
+        // A damaged version is one that nobody knows.
+        let is_damage = matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::UnsupportedFormat);
+        let has_lost_server = self.has_lost_first_server(id);
+        let mended = record.filter(|_| is_damage).map(|record| mend(&self.state, &record));
+        self.abandon(id);
+        plan.undo(&self.state);
+        match mended {
+            Some(Ok(true)) => Ok(Attempt::Mended),
+            _ if has_lost_server => Ok(Attempt::ServerDied(error)),
+            _ => Err(error),
         }
-        made.map(Some)
     }
 
     /// Lets the server prefetch the profile's data while the rest of the mount is made. This is a
@@ -241,10 +265,14 @@ impl Supervisor {
             ..entry
         });
         self.await_serving(id)?;
-        let opener = self.table().mounts.get(&id).and_then(|entry| entry.opener);
-        let opener = opener.unwrap_or_default();
-        let (plumbed, mount) =
-            plumbing::plumb(&self.state, id, &channel, opener, plan, attributes)?;
+        let (opener, attach) = self
+            .table()
+            .mounts
+            .get(&id)
+            .map_or((None, 0), |entry| (entry.opener, entry.attach_number));
+        let data = (&channel, opener.unwrap_or_default());
+        let is_served = || self.hear_from_server(id, attach);
+        let (plumbed, mount) = plumbing::plumb(&self.state, id, data, plan, attributes, is_served)?;
         let transport = channel.name().to_owned();
         drop(channel);
         plan.notes.extend(self.lost_area(id));

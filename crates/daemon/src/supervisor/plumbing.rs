@@ -2,6 +2,8 @@
 //!
 //! ```text
 //!   supervisor: plumb ── MountParts ──► helper: assemble ── Plumbed and the mount ──► supervisor
+//!                 ▲ ◄── Started ── a ublk device has appeared, and was not read
+//!                 └─ does its server live? ─ Proceed ──► it may be read
 //! ```
 //!
 //! Every loop detaches itself with its last user, and after this the only user is btrfs: the loops
@@ -39,15 +41,16 @@ use crate::{
 };
 
 /// Mounts `plan`: the lazy data behind `channel`, which must be served already, over ublk by a
-/// device that the process `opener` has opened, and the seed's metadata in the mount's folder. Also
-/// returns the detached mount.
+/// device that the process `opener` has opened, and the seed's metadata in the mount's folder. A
+/// device is read only after `is_served`, and that error is returned if not. Also returns the
+/// detached mount.
 pub(crate) fn plumb(
     state: &StateDir,
     id: MountId,
-    channel: &Channel,
-    opener: u32,
+    (channel, opener): (&Channel, u32),
     plan: &Plan,
     attributes: MountAttributes,
+    is_served: impl FnOnce() -> Result<()>,
 ) -> Result<(Plumbed, OwnedFd)> {
     if let Some(sprout) = &plan.sprout {
         if let Some(record) = sprout.record.as_ref().filter(|_| !sprout.is_new) {
@@ -73,7 +76,8 @@ pub(crate) fn plumb(
         attributes,
     };
     let sent: Vec<_> = channel.data().into_iter().collect();
-    let (outcome, fds) = helper::run(state, &Task::Plumb(parts), &sent, || channel.abort())?;
+    let task = Task::Plumb(parts);
+    let (outcome, fds) = helper::run_in_steps(state, &task, &sent, is_served, || channel.abort())?;
     match (outcome, fds.into_iter().next()) {
         (Outcome::Plumbed(plumbed), Some(mount)) => Ok((plumbed, mount)),
         _ => Err(Error::new(ErrorKind::LocalIo, "the process that mounts gave no mount")),
@@ -81,14 +85,23 @@ pub(crate) fn plumb(
 }
 
 /// Makes the block devices of `parts` and mounts them, in a helper process: each step may wait for
-/// the server. Over FUSE, `sent` is the mount of the FUSE file; it may also be the plain file.
-pub(crate) fn assemble(parts: &MountParts, sent: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
+/// the server. Over FUSE, `sent` is the mount of the FUSE file; it may also be the plain file. A
+/// ublk device is read only after `may_proceed`.
+pub(crate) fn assemble(
+    parts: &MountParts,
+    sent: Option<OwnedFd>,
+    may_proceed: impl FnOnce() -> Result<()>,
+) -> Result<(Plumbed, OwnedFd)> {
     let attach = |file: &File, what: &str, read_only: bool| {
         let name = format!("burgeon {what} {}", parts.id);
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
     let (data, data_device) = match (parts.ublk, sent) {
-        (Some((number, opener)), _) => (None, Control::open()?.start(number, opener)?),
+        (Some((number, opener)), _) => {
+            let path = Control::open()?.start(number, opener)?;
+            may_proceed()?;
+            (None, path)
+        }
         (None, Some(sent)) => {
             let file = match parts.is_plain {
                 true => File::from(sent),

@@ -72,6 +72,8 @@ pub(crate) struct MountEntry {
     pub(crate) serving: Serving,
     /// The number of its last `Attach`: answers to earlier ones come from dead servers.
     pub(crate) attach_number: u64,
+    /// `Attach`es so far: more than one if a server has died, or was told of a change.
+    pub(crate) attaches: u64,
     /// The process that has opened its ublk device for its server.
     pub(crate) opener: Option<u32>,
     /// The number of the last `Attach` that was answered.
@@ -117,6 +119,7 @@ impl MountEntry {
             slots,
             serving: Serving::Awaited,
             attach_number: 0,
+            attaches: 0,
             opener: None,
             attach_answered: 0,
             refreshes: BTreeMap::new(),
@@ -351,6 +354,7 @@ impl Table {
         }
         self.numbered += 1;
         entry.attach_number = self.numbered;
+        entry.attaches += 1;
         // A refused mount keeps its last answer until the server gives a new one.
         if !matches!(entry.serving, Serving::Refusing(_) | Serving::No(_)) {
             entry.serving = Serving::Awaited;

@@ -194,8 +194,18 @@ impl Control {
 
     /// Makes the block device appear. It must be served already; `opener` is the process that has
     /// opened it for that, which Linux 6.17 and later compare ([`Server::opener`](super::Server)).
+    ///
+    /// `Unavailable` if its server has died. One that dies at this moment goes unnoticed: Linux
+    /// 6.12 then starts the device all the same, no other server can take it over, and its first
+    /// reader waits for ever. So the caller hears from the server once more before it reads, or
+    /// removes the device.
     pub fn start(&mut self, number: u32, opener: u32) -> Result<PathBuf> {
         let path = block_path(number);
+        // A server keeps it open until some time after its death, and only one process can have it.
+        if File::open(char_path(number)).is_ok() {
+            let what = format!("cannot start {}: its server has died", path.display());
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
         self.call(START_DEV, number, opener.into(), &mut [0u8; 0])
             .map_err(|e| failed(format!("cannot start {}", path.display()), e))?;
         let depth = self.device(number)?.map_or(QUEUE_DEPTH, |device| device.depth);

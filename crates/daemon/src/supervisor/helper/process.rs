@@ -35,7 +35,7 @@ pub fn help() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let confined = roles::helping(transport::uses_ublk()).enter();
-    let (outcome, fd) = match confined.and_then(|_| perform(task, fds)) {
+    let (outcome, fd) = match confined.and_then(|_| perform(&stream, task, fds)) {
         Ok(done) => done,
         Err(e) => (Outcome::Failed(e.into()), None),
     };
@@ -47,13 +47,18 @@ pub fn help() -> ExitCode {
     }
 }
 
-fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> {
+fn perform(
+    stream: &UnixStream,
+    task: Task,
+    fds: Vec<OwnedFd>,
+) -> Result<(Outcome, Option<OwnedFd>)> {
     let sent = fds.into_iter().next();
     match task {
         Task::Plumb(parts) => {
-            let (plumbed, mount) = plumbing::assemble(&parts, sent)?;
+            let (plumbed, mount) = plumbing::assemble(&parts, sent, || may_proceed(stream))?;
             Ok((Outcome::Plumbed(plumbed), Some(mount)))
         }
+        Task::Proceed => Err(Error::new(ErrorKind::Invalid, "there is nothing to go on with")),
         Task::Exchange(exchange) => {
             let fuse = sent.ok_or_else(|| missing("the FUSE file's mount"))?;
             exchange::change_over(&exchange, &fuse)?;
@@ -79,6 +84,15 @@ fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> 
             transport::remove_devices(id);
             Ok((Outcome::Done, None))
         }
+    }
+}
+
+/// Asks the supervisor whether the server of the device that was just started lives.
+fn may_proceed(stream: &UnixStream) -> Result<()> {
+    wire::send(stream, &Outcome::Started, &[])?;
+    match wire::receive(stream)? {
+        Some((Task::Proceed, _)) => Ok(()),
+        _ => Err(Error::new(ErrorKind::Unavailable, "the mount was given up")),
     }
 }
 

@@ -2,10 +2,14 @@ use std::thread;
 
 use burgeon_block::ErrorKind;
 
-use super::{Supervised, names, request};
+use super::{FakeServer, Supervised, names, request};
 use crate::{
-    ipc::protocol::{SproutRequest, WritesRequest},
-    state::{space::LIMIT_MIN, writes},
+    id::MountId,
+    ipc::{
+        link::{FromServer, ToServer},
+        protocol::{SproutRequest, WritesRequest},
+    },
+    state::{record::Transport, space::LIMIT_MIN, writes},
 };
 
 #[test]
@@ -66,4 +70,53 @@ fn a_mount_waits_for_the_answer_of_its_server() {
     supervisor.abandon(ended);
     let failed = supervisor.await_serving(ended).unwrap_err();
     assert!(failed.to_string().contains("ended while it was made"), "{failed}");
+}
+
+/// Takes the question whether the server of `id` lives; returns its number.
+fn asked(server: &FakeServer, id: MountId) -> u64 {
+    match server.receive() {
+        ToServer::Refresh { number, id: of } if of == id => number,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_new_device_is_read_only_while_its_first_server_lives() {
+    let supervised = Supervised::new();
+    let supervisor = &supervised.supervisor;
+    let server = supervised.connect();
+    assert!(supervised.comes(|table| table.link.is_some()));
+    let id = supervised.add(1, |entry| {
+        entry.handed_out = false;
+        entry.record.attach.transport = Transport::Ublk { number: 0 };
+    });
+    let (attach, _) = server.told_to_attach(id);
+    server.serves(id, attach);
+    supervisor.await_serving(id).unwrap();
+    thread::scope(|scope| {
+        let heard = scope.spawn(|| supervisor.hear_from_server(id, attach));
+        let number = asked(&server, id);
+        server.say(&FromServer::Refreshed { id, number, error: None });
+        heard.join().unwrap().unwrap();
+    });
+    assert!(!supervisor.has_lost_first_server(id));
+
+    // It dies, and does not answer.
+    let died = thread::scope(|scope| {
+        let heard = scope.spawn(|| supervisor.hear_from_server(id, attach));
+        asked(&server, id);
+        drop(server);
+        heard.join().unwrap().unwrap_err()
+    });
+    assert_eq!(died.kind(), ErrorKind::Unavailable);
+    assert!(supervised.comes(|table| table.link.is_none()));
+    assert!(supervisor.has_lost_first_server(id));
+
+    // Another one's answer says nothing of the first.
+    let next = supervised.connect();
+    let (second, _) = next.told_to_attach(id);
+    next.serves(id, second);
+    assert!(supervised.comes(|table| table.mounts[&id].attach_answered == second));
+    assert_eq!(supervisor.hear_from_server(id, attach).unwrap_err().kind(), ErrorKind::Unavailable);
+    assert!(supervisor.has_lost_first_server(id));
 }
