@@ -369,7 +369,10 @@ mod tests {
         let why = "it: no line for 0 s: ending its program";
         assert_eq!(outcome.said, [why, "test second ... ", super::TOLD, "futex_wait"]);
         let lab = include_str!("../../lab/run");
-        assert!(lab.contains(&format!("echo \"{}\"", super::TOLD)), "dev/lab/run says it otherwise");
+        assert!(
+            lab.contains(&format!("echo \"{}\"", super::TOLD)),
+            "dev/lab/run says it otherwise"
+        );
     }
 
     #[test]
