@@ -182,6 +182,11 @@ fn top_fits_a_real_terminal_and_follows_the_mounts() {
         terminal.screen().contains("data/")
     };
     assert!(wait_until(PATIENCE, has_file), "{}", terminal.screen());
+    let told = rig.burgeon.ok(&["top", "--count", "1", "--json"]);
+    let told: Value = serde_json::from_str(&told).unwrap();
+    assert!(told["slowest_files"][0]["waited_us"].as_u64() > Some(0), "{told:#}");
+    assert!(told["mounts"][0]["p99_us"].as_f64() > Some(0.0), "{told:#}");
+    assert!(told["cache"]["limit_bytes"].as_u64() > Some(0), "{told:#}");
     let screen = terminal.screen();
     assert!(screen.lines().count() <= 24, "{screen}");
     assert!(

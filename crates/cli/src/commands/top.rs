@@ -7,6 +7,7 @@
 use std::{
     collections::HashMap,
     io::{self, IsTerminal},
+    path::PathBuf,
     process::ExitCode,
     thread,
     time::{Duration, Instant},
@@ -17,9 +18,10 @@ use burgeon_block::Digest;
 use burgeon_daemon::{
     Client, MountId,
     log::one_line,
-    protocol::{MountStatus, Status},
+    protocol::{HostCache, MountStatus, Status},
 };
 use burgeon_image::Manifest;
+use serde::Serialize;
 use serde_json::json;
 
 use super::{Context, trace};
@@ -70,15 +72,11 @@ pub(super) fn top(context: &Context, options: &Top) -> Result<ExitCode> {
         if seconds.is_some() || options.count.is_none() || found.is_none() {
             let last = before.take().map(|(last, _)| last).unwrap_or_default();
             let rates = Rates { last: &last, now: &look, seconds };
-            let files = found
-                .as_ref()
-                .map(|(client, status)| slowest(context, client, status, &mut manifests));
-            show(
-                context,
-                found.as_ref().map(|(_, status)| status),
-                &rates,
-                &files.unwrap_or_default(),
-            )?;
+            let screen = found.as_ref().map(|(client, status)| {
+                let files = slowest(context, client, status, &mut manifests);
+                Screen::new(status, &rates, files)
+            });
+            show(context, screen.as_ref())?;
             shown += 1;
         }
         before = Some((look, now));
@@ -130,37 +128,164 @@ fn slowest(
     files
 }
 
-fn show(
-    context: &Context,
-    status: Option<&Status>,
-    rates: &Rates<'_>,
-    files: &[(u64, u64, String)],
-) -> Result<()> {
+/// All that one screen shows, for people and for programs.
+#[derive(Serialize)]
+struct Screen {
+    version: String,
+    /// Read from the cache, and waited for.
+    local_bytes_per_second: f64,
+    waited_bytes_per_second: f64,
+    /// The former's part of both; none if nothing was read.
+    hit_ratio: Option<f64>,
+    cache: Option<CacheSize>,
+    /// The busiest first.
+    mounts: Vec<Row>,
+    slowest_files: Vec<File>,
+}
+
+#[derive(Serialize)]
+struct CacheSize {
+    used_bytes: u64,
+    limit_bytes: u64,
+}
+
+/// A mount.
+#[derive(Serialize)]
+struct Row {
+    target: PathBuf,
+    image: String,
+    state: String,
+    hits_per_second: f64,
+    misses_per_second: f64,
+    fetched_bytes_per_second: f64,
+    /// Of all reads since it is served that waited.
+    p50_us: Option<f64>,
+    p99_us: Option<f64>,
+    /// Fetches in flight, and readers that wait.
+    in_flight: u64,
+    waiting_readers: u64,
+}
+
+#[derive(Serialize)]
+struct File {
+    waited_us: u64,
+    waits: u64,
+    file: String,
+}
+
+impl Screen {
+    fn new(status: &Status, rates: &Rates<'_>, files: Vec<(u64, u64, String)>) -> Self {
+        let local = rates.of(rates.last.hit_bytes, rates.now.hit_bytes);
+        let waited = rates.of(rates.last.miss_bytes, rates.now.miss_bytes);
+        let mut mounts: Vec<_> = status.mounts.iter().map(|mount| Row::new(mount, rates)).collect();
+        mounts.sort_by(|a, b| {
+            let misses = b.misses_per_second.total_cmp(&a.misses_per_second);
+            misses.then(b.hits_per_second.total_cmp(&a.hits_per_second))
+        });
+        let file = |(waited_us, waits, file)| File { waited_us, waits, file };
+        let size =
+            |cache: &HostCache| CacheSize { used_bytes: cache.used, limit_bytes: cache.limit };
+        Self {
+            version: status.version.clone(),
+            local_bytes_per_second: local,
+            waited_bytes_per_second: waited,
+            hit_ratio: (local + waited > 0.0).then(|| local / (local + waited)),
+            cache: status.cache.as_ref().map(size),
+            mounts,
+            slowest_files: files.into_iter().map(file).collect(),
+        }
+    }
+
+    /// As lines, with at most `room` mounts.
+    fn lines(&self, room: usize) -> Vec<String> {
+        let rate = |rate: f64| bytes(rate as u64);
+        let ratio =
+            self.hit_ratio.map_or("–".to_owned(), |part| format!("{:.0} %", part * 100.0));
+        let mut text = vec![format!(
+            "burgeon {}  mounts {}  local {}/s  waited for {}/s  hits {ratio}",
+            self.version,
+            self.mounts.len(),
+            rate(self.local_bytes_per_second),
+            rate(self.waited_bytes_per_second),
+        )];
+        if let Some(cache) = &self.cache {
+            let (used, limit) = (bytes(cache.used_bytes), bytes(cache.limit_bytes));
+            text.push(format!("cache {used} of {limit}"));
+        }
+        text.push(String::new());
+        match self.mounts.len().saturating_sub(room) {
+            _ if self.mounts.is_empty() => text.push("nothing is mounted".to_owned()),
+            more => {
+                text.push(
+                    "  HITS/S MISSES/S  FETCHED/S      P50      P99 QUEUE WAIT  MOUNT".to_owned(),
+                );
+                text.extend(self.mounts.iter().take(room).map(Row::line));
+                text.extend((more > 0).then(|| format!("… and {more} more, less busy")));
+            }
+        }
+        if !self.slowest_files.is_empty() {
+            text.extend([String::new(), "WAITED      WAITS  FILE".to_owned()]);
+            text.extend(self.slowest_files.iter().map(|File { waited_us, waits, file }| {
+                format!("{:>9} {waits:>7}  {}", duration_us(*waited_us as f64), one_line(file))
+            }));
+        }
+        text
+    }
+}
+
+impl Row {
+    fn new(mount: &MountStatus, rates: &Rates<'_>) -> Self {
+        let [hits_per_second, misses_per_second, fetched_bytes_per_second] = rates.mount(mount.id);
+        let latency = &mount.reads.source_latency;
+        Self {
+            target: mount.target.clone(),
+            image: mount.image.clone(),
+            state: mount.state.clone(),
+            hits_per_second,
+            misses_per_second,
+            fetched_bytes_per_second,
+            p50_us: latency.p50_us,
+            p99_us: latency.p99_us,
+            in_flight: mount.cache.as_ref().map_or(0, |cache| cache.in_flight),
+            waiting_readers: mount.cache.as_ref().map_or(0, |cache| cache.waiting_readers),
+        }
+    }
+
+    fn line(&self) -> String {
+        let latency = |us: Option<f64>| us.map_or("–".to_owned(), duration_us);
+        let mark = if self.state == "serving" { "" } else { " NOT SERVED" };
+        format!(
+            "{:>8.0} {:>8.0} {:>10} {:>8} {:>8} {:>5} {:>4}  {} {}{mark}",
+            self.hits_per_second,
+            self.misses_per_second,
+            bytes(self.fetched_bytes_per_second as u64),
+            latency(self.p50_us),
+            latency(self.p99_us),
+            self.in_flight,
+            self.waiting_readers,
+            self.image,
+            output::path(&self.target),
+        )
+    }
+}
+
+/// Shows a screen; none if no daemon runs.
+fn show(context: &Context, screen: Option<&Screen>) -> Result<()> {
     if context.json {
-        let mounts: Vec<_> = status.map_or(&[][..], |status| &status.mounts[..]).iter().map(|mount| {
-            let [hits, misses, fetched] = rates.mount(mount.id);
-            json!({ "target": mount.target, "hits_per_second": hits, "misses_per_second": misses,
-                "fetched_bytes_per_second": fetched })
-        }).collect();
-        return output::print_json(&json!({ "mounts": mounts }));
+        return match screen {
+            Some(screen) => output::print_json(screen),
+            None => output::print_json(&json!({ "mounts": [] })),
+        };
     }
     let is_screen = io::stdout().is_terminal();
     let (lines, columns) = size();
-    let mut text = Vec::new();
-    match status {
-        None => text.push(format!("burgeon: {}", super::without_daemon::no_daemon(context))),
-        Some(status) => {
-            describe(status, rates, lines.saturating_sub(OTHER_LINES + files.len()), &mut text)
+    let text = match screen {
+        None => vec![format!("burgeon: {}", super::without_daemon::no_daemon(context))],
+        Some(screen) => {
+            let others = OTHER_LINES + screen.slowest_files.len();
+            screen.lines(lines.saturating_sub(others).max(1))
         }
-    }
-    if !files.is_empty() {
-        text.push(String::new());
-        text.push("WAITED      WAITS  FILE".to_owned());
-        let row = |(took, waits, file): &(u64, u64, String)| {
-            format!("{:>9} {waits:>7}  {}", duration_us(*took as f64), one_line(file))
-        };
-        text.extend(files.iter().map(row));
-    }
+    };
     if !is_screen {
         text.iter().for_each(|line| println!("{line}"));
         return Ok(());
@@ -172,57 +297,74 @@ fn show(
     Ok(())
 }
 
-fn describe(status: &Status, rates: &Rates<'_>, room: usize, text: &mut Vec<String>) {
-    let hit = rates.of(rates.last.hit_bytes, rates.now.hit_bytes);
-    let miss = rates.of(rates.last.miss_bytes, rates.now.miss_bytes);
-    let ratio = if hit + miss > 0.0 {
-        format!("{:.0} %", hit * 100.0 / (hit + miss))
-    } else {
-        "–".to_owned()
-    };
-    text.push(format!(
-        "burgeon {}  mounts {}  local {}/s  waited for {}/s  hits {ratio}",
-        status.version,
-        status.mounts.len(),
-        bytes(hit as u64),
-        bytes(miss as u64),
-    ));
-    if let Some(cache) = &status.cache {
-        text.push(format!("cache {} of {}", bytes(cache.used), bytes(cache.limit)));
-    }
-    text.push(String::new());
-    if status.mounts.is_empty() {
-        text.push("nothing is mounted".to_owned());
-        return;
-    }
-    text.push("  HITS/S MISSES/S  FETCHED/S      P50      P99 QUEUE WAIT  MOUNT".to_owned());
-    let mut mounts: Vec<_> =
-        status.mounts.iter().map(|mount| (rates.mount(mount.id), mount)).collect();
-    // The busiest first.
-    mounts.sort_by(|(a, _), (b, _)| b[1].total_cmp(&a[1]).then(b[0].total_cmp(&a[0])));
-    let latency = |us: Option<f64>| us.map_or("–".to_owned(), duration_us);
-    for ([hits, misses, fetched], mount) in mounts.iter().take(room.max(1)) {
-        let (queue, waiting) =
-            mount.cache.as_ref().map_or((0, 0), |cache| (cache.in_flight, cache.waiting_readers));
-        let mark = if mount.state == "serving" { "" } else { " NOT SERVED" };
-        text.push(format!(
-            "{hits:>8.0} {misses:>8.0} {:>10} {:>8} {:>8} {queue:>5} {waiting:>4}  {} {}{mark}",
-            bytes(*fetched as u64),
-            latency(mount.reads.source_latency.p50_us),
-            latency(mount.reads.source_latency.p99_us),
-            mount.image,
-            output::path(&mount.target),
-        ));
-    }
-    let more = mounts.len().saturating_sub(room.max(1));
-    if more > 0 {
-        text.push(format!("… and {more} more, less busy"));
-    }
-}
-
 /// Lines and columns of the terminal.
 fn size() -> (usize, usize) {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout());
     let known = size.ok().filter(|size| size.ws_row > 0 && size.ws_col > 0);
     known.map_or((LINES, COLUMNS), |size| (size.ws_row.into(), size.ws_col.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(target: &str, state: &str) -> Row {
+        Row {
+            target: target.into(),
+            image: "model:1".to_owned(),
+            state: state.to_owned(),
+            hits_per_second: 1200.0,
+            misses_per_second: 34.0,
+            fetched_bytes_per_second: 5.0 * 1024.0 * 1024.0,
+            p50_us: Some(1500.0),
+            p99_us: None,
+            in_flight: 6,
+            waiting_readers: 7,
+        }
+    }
+
+    fn screen(mounts: Vec<Row>) -> Screen {
+        Screen {
+            version: "1.2.3".to_owned(),
+            local_bytes_per_second: 3.0 * 1024.0 * 1024.0,
+            waited_bytes_per_second: 1024.0 * 1024.0,
+            hit_ratio: Some(0.75),
+            cache: Some(CacheSize { used_bytes: 1 << 30, limit_bytes: 4 << 30 }),
+            mounts,
+            slowest_files: vec![File { waited_us: 2_000_000, waits: 9, file: "a\nb".to_owned() }],
+        }
+    }
+
+    #[test]
+    fn every_column_has_its_value() {
+        let lines = screen(vec![row("/mnt/a", "serving"), row("/mnt/b", "recovering")]).lines(9);
+        let words = |line: usize| lines[line].split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            words(0),
+            "burgeon 1.2.3 mounts 2 local 3.00 MiB/s waited for 1.00 MiB/s hits 75 %"
+        );
+        assert_eq!(words(1), "cache 1.00 GiB of 4.00 GiB");
+        assert_eq!(words(3), "HITS/S MISSES/S FETCHED/S P50 P99 QUEUE WAIT MOUNT");
+        assert_eq!(words(4), "1200 34 5.00 MiB 1.5 ms – 6 7 model:1 /mnt/a");
+        assert_eq!(words(5), "1200 34 5.00 MiB 1.5 ms – 6 7 model:1 /mnt/b NOT SERVED");
+        assert_eq!(words(7), "WAITED WAITS FILE");
+        assert_eq!(words(8), "2.0 s 9 a\\nb");
+        assert_eq!(lines.len(), 9);
+    }
+
+    #[test]
+    fn mounts_beyond_the_room_are_counted() {
+        let lines = screen((0..5).map(|n| row(&format!("/{n}"), "serving")).collect()).lines(2);
+        assert!(lines[5].ends_with("/1") && lines[6] == "… and 3 more, less busy", "{lines:?}");
+    }
+
+    #[test]
+    fn programs_get_all_that_people_see() {
+        let told = serde_json::to_value(screen(vec![row("/mnt/a", "serving")])).unwrap();
+        assert_eq!(told["hit_ratio"], 0.75);
+        assert_eq!(told["cache"]["limit_bytes"], 4_u64 << 30);
+        assert_eq!(told["mounts"][0]["p50_us"], 1500.0);
+        assert_eq!(told["mounts"][0]["waiting_readers"], 7);
+        assert_eq!(told["slowest_files"][0]["file"], "a\nb");
+    }
 }
