@@ -199,7 +199,9 @@ fn only_the_group_reads_the_status_and_promtool_accepts_it() {
     let space = Space::new("metrics-group");
     let (burgeon, mounted, at) = installation(&space);
     read_file(&at, 0);
+    publish_disks(&space, &burgeon);
     let text = burgeon.ok(&["metrics"]);
+    assert!(text.contains("\nburgeon_disk_"), "{text}");
     assert_promtool(&["check", "metrics"], &text);
     let named =
         |line: &str| line.starts_with("burgeon_mount_info{") && line.contains("image=\"image\"");
