@@ -43,7 +43,7 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	podman=podman buildah=buildah bwrap=bubblewrap systemd-nspawn=systemd-container \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
 	sshd=openssh-server oathtool=oathtool /lib/x86_64-linux-gnu/security/pam_oath.so=libpam-oath \
-	mandoc=mandoc promtool=prometheus tmux=tmux containerd=containerd $(DEB_NEEDS)
+	bsdtar=libarchive-tools mandoc=mandoc promtool=prometheus tmux=tmux containerd=containerd $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
 # Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.

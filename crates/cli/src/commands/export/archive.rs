@@ -6,7 +6,9 @@
 //! ```
 //! A record is there only if the ustar header cannot hold its value. Records of GNU tar:
 //! `SCHILY.xattr.*`, `SCHILY.acl.*` with numbers of users and groups, and `GNU.sparse.*` in format
-//! 1.0, whose map is text at the beginning of the data.
+//! 1.0, whose map is text at the beginning of the data. Records are UTF-8; one of a name that is not
+//! comes after `hdrcharset=BINARY` (POSIX.1-2008, pax), which GNU tar ignores with a warning, and
+//! without which bsdtar fails.
 
 use anyhow::Result;
 use rustix::fs::{FileType, Statx, major, makedev, minor};
@@ -93,7 +95,7 @@ impl Archive {
                 map = sparse_map(*size, ranges);
                 record(&mut records, b"GNU.sparse.major", b"1");
                 record(&mut records, b"GNU.sparse.minor", b"0");
-                record(&mut records, b"GNU.sparse.name", entry.path);
+                name_record(&mut records, b"GNU.sparse.name", entry.path);
                 record(&mut records, b"GNU.sparse.realsize", size.to_string().as_bytes());
                 let name = sparse_name(entry.path);
                 let len = name.len().min(NAME_MAX);
@@ -198,6 +200,14 @@ fn record(records: &mut Vec<u8>, keyword: &[u8], value: &[u8]) {
     }
 }
 
+/// Appends the record of a name, which may be of any bytes.
+fn name_record(records: &mut Vec<u8>, keyword: &[u8], name: &[u8]) {
+    if std::str::from_utf8(name).is_err() {
+        record(records, b"hdrcharset", b"BINARY");
+    }
+    record(records, keyword, name);
+}
+
 /// A user or group for the header; one that does not fit gets a record.
 fn id(id: u32, keyword: &[u8], records: &mut Vec<u8>) -> u64 {
     if id > ID_MAX {
@@ -230,7 +240,7 @@ fn decimal(seconds: i64, nanoseconds: u32) -> String {
 /// Puts a name into its field; one that is too long gets a record.
 fn put_name(field: &mut [u8; NAME_MAX], name: &[u8], keyword: &[u8], records: &mut Vec<u8>) {
     if name.len() > NAME_MAX {
-        record(records, keyword, name);
+        name_record(records, keyword, name);
     }
     let len = name.len().min(NAME_MAX);
     field[..len].copy_from_slice(&name[..len]);
