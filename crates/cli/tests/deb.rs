@@ -1,5 +1,5 @@
-//! The Debian package as it is built: twice the same, and without a complaint of lintian's.
-//! `package.rs` installs it.
+//! The Debian package as it is built: twice the same, and without a complaint of lintian's
+//! (`package.rs` installs it). And what the tarball holds.
 
 #![allow(clippy::unwrap_used)]
 
@@ -73,6 +73,63 @@ fn the_package_is_reproducible_and_lintian_accepts_it() {
         Command::new(checkout().join("dist/deb/check")).arg(&packages[0]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}");
+}
+
+/// `make try-tarball` runs its static program.
+#[test]
+fn the_tarball_is_reproducible_and_holds_all_that_the_package_installs() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let program = folders[0].path().join("program");
+    let strip = Command::new("strip").arg("-o").arg(&program).arg(PROGRAM).status();
+    assert!(strip.unwrap().success());
+    let archives = [("022", &folders[0]), ("077", &folders[1])].map(|(mask, folder)| {
+        let mut command = Command::new("sh");
+        command.args(["-c", "umask \"$0\" && exec \"$1\"", mask]);
+        command.arg(checkout().join("dist/tarball"));
+        command.env("TARBALL_BINARY", &program).env("TARBALL_OUT", folder.path());
+        let output = command.env("SOURCE_DATE_EPOCH", "1800000000").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut check = Command::new("sha256sum");
+        let checked = check.args(["--check", "SHA256SUMS"]).current_dir(folder.path()).output();
+        assert!(checked.unwrap().status.success());
+        PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
+    });
+    let [first, second] = archives.each_ref().map(|path| fs::read(path).unwrap());
+    assert!(first == second, "two builds of one program differ");
+
+    let held = Command::new("tar").arg("-tvzf").arg(&archives[0]).output().unwrap();
+    let held = String::from_utf8(held.stdout).unwrap();
+    let folder = archives[0].file_name().unwrap().to_str().unwrap();
+    let folder = folder.strip_suffix(".tar.gz").unwrap();
+    for path in [
+        "burgeon",
+        "mount.burgeon -> burgeon",
+        "burgeon.service",
+        "burgeon-metrics.service",
+        "burgeon-snapshotter.service",
+        "burgeon-disks.service",
+        "burgeon-disks.timer",
+        "burgeon-retry@.timer",
+        "65-burgeon.rules",
+        "config.toml",
+        "burgeon.rules.yml",
+        "grafana-dashboard.json",
+        "man1/burgeon-mount.1",
+        "man8/mount.burgeon.8",
+        "completions/burgeon.bash",
+        "completions/_burgeon",
+        "completions/burgeon.fish",
+        "docs/operations.md",
+        "README.md",
+        "SECURITY.md",
+        "LICENSE",
+        "CHANGELOG.md",
+    ] {
+        let path = format!(" {folder}/{path}");
+        assert!(held.lines().any(|line| line.ends_with(&path)), "{path}: {held}");
+    }
+    let foreign = |line: &&str| !line.contains(" 0/0 ");
+    assert_eq!(held.lines().find(foreign), None, "all belongs to root");
 }
 
 /// needrestart, a Perl program, reads these settings as code.
