@@ -5,6 +5,7 @@
 
 use std::{
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -175,4 +176,42 @@ fn accelerated_devices_keep_the_package() {
     server.kill().unwrap();
     server.wait().unwrap();
     assert_eq!(told(), "");
+}
+
+/// Removal asks all state directories of root for mounts, wherever a file names them.
+#[test]
+fn other_state_directories_are_found_by_configuration_and_units() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| {
+        let path = folder.path().join(name);
+        fs::create_dir(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+        path.into_os_string().into_string().unwrap()
+    };
+    let [one, two, three, open, foreign] =
+        ["one", "two", "three", "open", "foreign"].map(|name| at(name));
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
+    // In a mount namespace with an /etc of its own; find needs the users.
+    let script = r#"
+        users=$(cat /etc/passwd); mount -t tmpfs none /etc; echo "$users" > /etc/passwd
+        echo 'passwd: files' > /etc/nsswitch.conf
+        mkdir -p /etc/burgeon/config.d /etc/systemd/system; cd /etc/systemd/system
+        echo "state-dir = \"$2\"" > /etc/burgeon/config.toml
+        echo "  state-dir='$3'  # another" > /etc/burgeon/config.d/a.toml
+        echo "state-dir = \"$5\"" > /etc/burgeon/config.d/b.toml
+        echo 'state-dir = "relative"' > /etc/burgeon/config.d/c.toml
+        echo 'state-dir = "/-no/such"' > /etc/burgeon/config.d/d.toml
+        printf '# Written by `burgeon mount --persist`\n[Mount]\nOptions=ro,state-dir=%s,_netdev\n' "$4" > ours.mount
+        printf '[Mount]\nOptions=state-dir=%s\n' "$6" > other.mount
+        . "$1"; states"#;
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-ec", script, "sh"]).arg(checkout().join("dist/deb/states.sh"));
+    let output = command.args([&one, &two, &three, &open, &foreign]).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stdout).unwrap();
+    // A machine may have the default one, and daemons.
+    let found = |path: &String| said.lines().any(|line| line == path);
+    assert!([&one, &two, &three].into_iter().all(found), "{said}");
+    assert!(!found(&open), "others can put theirs there: {said}");
+    assert!(!found(&foreign) && !said.contains("relative"), "{said}");
 }
