@@ -249,17 +249,21 @@ fn a_daemon_starts_with_a_broken_configuration_and_says_so() {
 #[test]
 fn the_cache_has_the_configured_size_until_a_user_changes_it() {
     let space = Space::new("config-cache");
-    let host = Host::new(&space, "[cache]\nsize = '64M'\n");
-    let limit = || {
+    let host = Host::new(&space, "[cache]\nsize = '64M'\nkeep-free = '3M'\n");
+    // Other tests have no floor, because their disk may be nearly full.
+    fs::write(host.burgeon.state().join("cache.json"), "{}").unwrap();
+    let of_cache = |name: &str| {
         let shown = host.burgeon.ok(&["cache", "status", "--json"]);
-        serde_json::from_str::<Value>(&shown).unwrap()["cache"]["limit"].as_u64().unwrap()
+        serde_json::from_str::<Value>(&shown).unwrap()["cache"][name].as_u64().unwrap()
     };
+    let limit = || of_cache("limit");
     let mounted = host.mount("at", &["--read-only"]);
-    assert_eq!(limit(), 64 * MIB);
+    assert_eq!((limit(), of_cache("floor")), (64 * MIB, 3 * MIB));
     // The server that serves now takes it over.
-    host.write("[cache]\nsize = '32M'\n");
+    host.write("[cache]\nsize = '32M'\nkeep-free = '5M'\n");
     host.burgeon.ok(&["upgrade"]);
     assert!(wait_until(PATIENCE, || limit() == 32 * MIB), "{}", limit());
+    assert_eq!(of_cache("floor"), 5 * MIB);
     host.burgeon.ok(&["cache", "resize", "48M"]);
     assert_eq!(limit(), 48 * MIB);
     host.burgeon.umount(mounted);
