@@ -413,9 +413,20 @@ fn credentials_come_from_where_other_programs_keep_them() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success() && !said.contains("hunter2"), "{name}: {said}");
     }
+    let burgeon = burgeon.env("DOCKER_CONFIG", &docker).env("BURGEON_LOG", "debug");
+    // Nor does it appear in what a daemon writes that uses it.
+    let (at, report) = (space.path("at"), space.path("report.txt"));
+    let mounted = burgeon.mount(&source, &at, &["--read-only"]);
+    assert_eq!(fs::read(at.join("secret")).unwrap(), b"text");
+    burgeon.run(&["doctor", "--report", report.to_str().unwrap()]);
+    let report = fs::read_to_string(report).unwrap();
+    assert!(report.contains(&host) && report.contains("===== log =====\n"), "{report}");
+    for secret in ["hunter2", "dXNlcjpodW50ZXIy"] {
+        assert!(!report.contains(secret), "{report}");
+    }
+    burgeon.umount(mounted);
     let wrong = auths.replace("dXNlcjpodW50ZXIy", "dXNlcjpodW50ZXIz");
     fs::write(docker.join("config.json"), wrong).unwrap();
-    let burgeon = burgeon.env("DOCKER_CONFIG", &docker);
     burgeon.fails(
         &["build", &source, "again"],
         5,
