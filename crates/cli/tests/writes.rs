@@ -548,7 +548,7 @@ fn the_documented_backups_of_writes_bring_everything_back() {
 
     // Of a folder that is not mounted, put back under another name.
     burgeon.umount(mounted);
-    let places = [("/var/lib/burgeon", &*burgeon.state()), ("/backup", &*backup)];
+    let places = [("/var/lib/burgeon", burgeon.state()), ("/backup", &*backup)];
     let lines = recipe(&["cp "], &places);
     assert_eq!(lines.len(), 1, "{lines:#?}");
     run_all(&lines);

@@ -11,7 +11,7 @@ use burgeon_daemon::{
     Client,
     protocol::{CacheAnswer, CachePart, PartLimit, PartOfCache, Reply, Request},
 };
-use burgeon_source::{Location, registry::Name};
+use burgeon_source::{Form, Location, registry::Name};
 
 use super::{
     Context,
@@ -63,7 +63,7 @@ fn store(context: &Context, text: &str) -> Result<Option<Location>> {
     let is_pinned = |name: burgeon_block::Result<Name>| name.is_ok_and(|it| it.digest().is_some());
     let is_store = match Name::parse(text) {
         Some(name) => is_pinned(name),
-        None => Path::new(text).is_absolute() || text.contains("://"),
+        None => Path::new(text).is_absolute() || Form::of(text).is_url(),
     };
     Ok(is_store.then(|| Location::parse(text)).transpose()?)
 }

@@ -274,17 +274,12 @@ pub(super) fn name_of(typed: &str) -> Result<String> {
     let Some(name) = Name::parse(typed) else { return Ok(typed.to_owned()) };
     let name = name?;
     let end = name.repository().rsplit('/').next().unwrap_or_default();
-    let (_, tagged) = typed.split_once("://").unwrap_or_default();
-    let tagged = tagged.split('@').next().unwrap_or_default();
-    let has_tag = tagged.rsplit('/').next().is_some_and(|end| end.contains(':'));
-    if name.digest().is_some() && !has_tag {
-        let what = format!(
-            "{typed} has no tag to name the image by: give it a local name with --as \
-                NAME"
-        );
+    let Some(tag) = name.tag_if_any() else {
+        let what =
+            format!("{typed} has no tag to name the image by: give it a local name with --as NAME");
         return Err(Error::new(ErrorKind::Invalid, what).into());
-    }
-    Ok(format!("{end}:{}", name.tag()))
+    };
+    Ok(format!("{end}:{tag}"))
 }
 
 /// Checks that `name` may move from its present image to another one, and returns the present

@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use burgeon_daemon::{log::LevelFilter, protocol::CacheAmount};
-use burgeon_source::{Location, registry::Name};
+use burgeon_source::{Form, Location, registry::Name};
 use clap::ValueEnum;
 use toml::{
     Spanned,
@@ -319,7 +319,7 @@ fn store(value: &DeValue<'_>, by_name: bool) -> Checked<String> {
     }
     let checked = match Name::parse(text) {
         Some(name) => name.map(drop),
-        None if text.starts_with('/') || text.contains("://") => Location::parse(text).map(drop),
+        None if text.starts_with('/') || Form::of(text).is_url() => Location::parse(text).map(drop),
         // `user:password@bucket` is no folder. It is not repeated, because it may hold a secret.
         None => {
             return Err("it is neither a URL, such as s3://bucket/path, nor an absolute path, \

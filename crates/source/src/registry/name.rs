@@ -73,6 +73,11 @@ impl Name {
         self.tag.as_deref().unwrap_or("latest")
     }
 
+    /// The tag; `None` if only the digest identifies the image.
+    pub fn tag_if_any(&self) -> Option<&str> {
+        self.tag.as_deref()
+    }
+
     /// True if the connection is unencrypted.
     pub fn is_plain(&self) -> bool {
         self.plain
