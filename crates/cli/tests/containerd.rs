@@ -199,8 +199,7 @@ fn a_committed_image_is_pushed_once_its_layers_are_fetched() {
     let pull = ["images", "pull", "--plain-http", "--snapshotter", "overlayfs", &committed];
     node.ctr(&pull).unwrap();
     let script = "cat /second /etc/changed /moved; test ! -e /etc/removed && test ! -e /old/below";
-    let run = ["run", "--rm", "--snapshotter", "overlayfs", &committed, "pulled"];
-    let said = node.ctr(&[&run[..], &["/bin/sh", "-c", script]].concat()).unwrap();
+    let said = node.run_image("overlayfs", &committed, "pulled", script);
     assert_eq!(said, "layerchanged\nmoved");
 }
 

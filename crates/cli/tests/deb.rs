@@ -188,8 +188,7 @@ fn other_state_directories_are_found_by_configuration_and_units() {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
         path.into_os_string().into_string().unwrap()
     };
-    let [one, two, three, open, foreign] =
-        ["one", "two", "three", "open", "foreign"].map(at);
+    let [one, two, three, open, foreign] = ["one", "two", "three", "open", "foreign"].map(at);
     fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
     // In a mount namespace with an /etc of its own; find needs the users.
     let script = r#"
