@@ -118,8 +118,13 @@ pub trait ObjectStore: Send + Sync {
     /// Announces a writer, which collectors see while its lease lives.
     fn begin_write(&self) -> Result<Lease>;
     /// Announces the collector: no writer begins while its lease lives. The collector publishes
-    /// nothing (publishing would wait for it).
+    /// nothing (publishing would wait for it). Leftovers of killed writers are removed.
     fn begin_collect(&self) -> Result<Collecting>;
+    /// As [`Self::begin_collect`], for one that only counts: the leftovers stay, if that is
+    /// possible.
+    fn begin_count(&self) -> Result<Collecting> {
+        self.begin_collect()
+    }
 }
 
 /// A local file of the cache or of user data: the seam at which tests inject crashes, torn writes

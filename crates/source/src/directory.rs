@@ -9,7 +9,10 @@
 //!
 //! Invariants: an object exists whole or not at all, also after a power loss (fsync, rename, fsync
 //! of the folder); leftovers of a killed writer lie in `tmp/` until the next collector removes
-//! them, and a live writer's flock protects its files from it. Held by the tests below.
+//! them, and a live writer's flock protects its files from it. Nothing is published, listed or
+//! removed through a symlink in the place of one of these folders: others may write to a shared
+//! store, and a process with more rights would write or remove for them elsewhere. Held by the
+//! tests below.
 
 use std::{
     collections::HashSet,
@@ -36,6 +39,7 @@ use rustix::{
 use crate::{
     check_len,
     opening::{Manner, not_a_file, open_checked, opened_now, with_opened},
+    own_folder::OwnFolder,
     too_short,
 };
 
@@ -119,12 +123,8 @@ impl Directory {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
             Err(error) => return Err(doing("lock", &path)(error)),
         };
-        let mut bytes = 0;
-        for entry in entries(&tmp)? {
-            let stale = stale(&entry.path()).map_err(doing("look at", &entry.path()))?;
-            bytes += stale.unwrap_or(0);
-        }
-        Ok(bytes)
+        let found = OwnFolder::open(&tmp)?.each("look at", stale)?;
+        Ok(found.into_iter().flatten().sum())
     }
 
     /// A store whose folder is gone (unmounted?) may come back; a single missing object will not.
@@ -149,8 +149,7 @@ impl Directory {
     }
 
     fn temporary(&self) -> Result<PathBuf> {
-        let tmp = self.tmp();
-        fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
+        let tmp = self.make_tmp()?;
         let boot = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
         let number = NEXT.fetch_add(1, Relaxed);
         let process = std::process::id();
@@ -158,8 +157,16 @@ impl Directory {
     }
 
     /// The folder of unpublished files.
-    pub(crate) fn tmp(&self) -> PathBuf {
+    fn tmp(&self) -> PathBuf {
         self.root.join("tmp")
+    }
+
+    /// The same, which is made if missing.
+    pub(crate) fn make_tmp(&self) -> Result<PathBuf> {
+        let tmp = self.tmp();
+        fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
+        OwnFolder::open(&tmp)?;
+        Ok(tmp)
     }
 
     /// Removes leftovers of killed writers without waiting for the collector. Partial objects, and
@@ -167,10 +174,12 @@ impl Directory {
     pub fn sweep(&self) {
         let Ok(_alone) = self.lock(FlockOperation::NonBlockingLockExclusive) else { return };
         let mut is_written = false;
-        for entry in entries(&self.tmp()).unwrap_or_default() {
-            let partial = entry.file_name().as_encoded_bytes().starts_with(b"partial-");
-            if !partial || entry.metadata().is_ok_and(|file| is_old(&file)) {
-                is_written |= !matches!(remove_stale(&entry.path()), Ok(Some(_)));
+        let Ok(tmp) = OwnFolder::open(&self.tmp()) else { return };
+        for name in tmp.names().unwrap_or_default() {
+            let (path, partial) =
+                (tmp.reach(&name), name.as_encoded_bytes().starts_with(b"partial-"));
+            if !partial || fs::symlink_metadata(&path).is_ok_and(|file| is_old(&file)) {
+                is_written |= !matches!(remove_stale(&path), Ok(Some(_)));
             }
         }
         // A writer may use a stored layer, and records that only when it has all of them.
@@ -196,6 +205,23 @@ impl Directory {
         old.iter().filter(|layer| !needed.contains(layer.as_str())).try_for_each(|l| self.remove(l))
     }
 
+    /// Keeps writers away, and does `with` to each leftover: it returns the bytes of a dead
+    /// writer's. `verb` is for errors.
+    fn collecting(
+        &self,
+        verb: &str,
+        with: impl Fn(&Path) -> io::Result<Option<u64>>,
+    ) -> Result<Collecting> {
+        let held = self.lock(FlockOperation::LockExclusive)?;
+        let tmp = self.tmp();
+        // The owner of a partial object is a writer that also has a folder: count that.
+        let found = OwnFolder::open(&tmp)?
+            .each(verb, |path| Ok(with(path)?.ok_or_else(|| path.is_dir())))?;
+        let writers = found.iter().filter(|found| **found == Err(true)).count();
+        let stale_bytes = found.iter().filter_map(|found| found.ok()).sum();
+        Ok(Collecting { lease: Lease::new(tmp, Box::new(held)), writers, stale_bytes })
+    }
+
     /// Takes the store's lock; blocks while another process holds it.
     pub(crate) fn lock(&self, operation: FlockOperation) -> Result<File> {
         let path = self.root.join("lock");
@@ -207,7 +233,8 @@ impl Directory {
         let to = self.path_of(object);
         let folder = to.parent().unwrap_or(&self.root);
         fs::create_dir_all(folder).map_err(doing("make", folder))?;
-        fs::rename(from, &to).map_err(doing("publish", &to))?;
+        let (own, name) = (OwnFolder::open(folder)?, to.file_name().unwrap_or_default());
+        fs::rename(from, own.reach(name)).map_err(doing("publish", &to))?;
         sync_dir(folder)?;
         if folder != &*self.root {
             sync_dir(&self.root)?;
@@ -289,14 +316,8 @@ impl ObjectStore for Directory {
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectId>> {
         let folder = self.root.join(prefix);
-        let entries = match fs::read_dir(&folder) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(error) => return Err(doing("list", &folder)(error)),
-        };
         let mut names = Vec::new();
-        for entry in entries {
-            let name = entry.map_err(doing("list", &folder))?.file_name();
+        for name in OwnFolder::open(&folder)?.names()? {
             // No object has a name that is not UTF-8.
             if let Some(name) = name.to_str() {
                 names.push(ObjectId::new(format!("{}/{name}", prefix.trim_end_matches('/')))?);
@@ -308,8 +329,10 @@ impl ObjectStore for Directory {
 
     fn remove(&self, object: &ObjectId) -> Result<()> {
         let path = self.path_of(object);
-        match fs::remove_file(&path) {
-            Ok(()) => sync_dir(path.parent().unwrap_or(&self.root)),
+        let folder = path.parent().unwrap_or(&self.root);
+        let name = path.file_name().unwrap_or_default();
+        match fs::remove_file(OwnFolder::open(folder)?.reach(name)) {
+            Ok(()) => sync_dir(folder),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(doing("remove", &path)(error)),
         }
@@ -326,17 +349,11 @@ impl ObjectStore for Directory {
     }
 
     fn begin_collect(&self) -> Result<Collecting> {
-        let held = self.lock(FlockOperation::LockExclusive)?;
-        let tmp = self.tmp();
-        let (mut writers, mut stale_bytes) = (0, 0);
-        for entry in entries(&tmp)? {
-            match remove_stale(&entry.path()).map_err(doing("remove", &entry.path()))? {
-                Some(bytes) => stale_bytes += bytes,
-                // The owner of a partial object is a writer that also has a folder: count that.
-                None => writers += usize::from(entry.path().is_dir()),
-            }
-        }
-        Ok(Collecting { lease: Lease::new(tmp, Box::new(held)), writers, stale_bytes })
+        self.collecting("remove", remove_stale)
+    }
+
+    fn begin_count(&self) -> Result<Collecting> {
+        self.collecting("look at", stale)
     }
 }
 
@@ -356,15 +373,6 @@ impl Drop for Scratch {
 /// True if the file was not written to for [`PARTIAL_AGE`].
 fn is_old(file: &fs::Metadata) -> bool {
     file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
-}
-
-/// The entries of the folder `tmp`, which may be missing.
-fn entries(tmp: &Path) -> Result<Vec<fs::DirEntry>> {
-    match fs::read_dir(tmp) {
-        Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(doing("list", tmp)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(doing("list", tmp)(error)),
-    }
 }
 
 /// Removes a dead writer's leftovers and returns their bytes; `None` if the writer lives.
@@ -437,143 +445,4 @@ pub(crate) fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn id(name: &str) -> ObjectId {
-        ObjectId::new(name).unwrap()
-    }
-
-    fn store() -> (tempfile::TempDir, Directory) {
-        let folder = tempfile::tempdir().unwrap();
-        let store = Directory::create(folder.path().join("store")).unwrap();
-        (folder, store)
-    }
-
-    #[test]
-    fn publishes_reads_lists_and_removes() {
-        let (_folder, store) = store();
-        store.publish(&id("packs/b"), b"hello world").unwrap();
-        store.publish(&id("packs/a"), b"").unwrap();
-        assert_eq!(store.list("packs").unwrap(), [id("packs/a"), id("packs/b")]);
-        assert_eq!(store.list("images/").unwrap(), []);
-        assert_eq!(store.len(&id("packs/b")).unwrap(), Some(11));
-        assert_eq!(store.len(&id("packs/c")).unwrap(), None);
-        let range = ByteRange::at(6, 5).unwrap();
-        assert_eq!(store.read_now(&id("packs/b"), range).unwrap(), b"world"[..]);
-        assert_eq!(store.get(&id("packs/b"), 11).unwrap(), b"hello world"[..]);
-        assert_eq!(store.get(&id("packs/b"), 10).unwrap_err().kind(), ErrorKind::Invalid);
-        store.remove(&id("packs/b")).unwrap();
-        store.remove(&id("packs/b")).unwrap();
-        assert_eq!(store.get(&id("packs/b"), 11).unwrap_err().kind(), ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn short_objects_are_corrupt_and_a_missing_store_is_unavailable() {
-        let (folder, store) = store();
-        store.publish(&id("packs/b"), b"hello").unwrap();
-        let range = ByteRange::at(3, 5).unwrap();
-        assert_eq!(store.read_now(&id("packs/b"), range).unwrap_err().kind(), ErrorKind::Corrupt);
-        fs::rename(folder.path().join("store"), folder.path().join("away")).unwrap();
-        let error = store.read_now(&id("packs/b"), range).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-    }
-
-    #[test]
-    fn files_are_published_by_rename_from_the_scratch_folder() {
-        let (_folder, store) = store();
-        let lease = store.begin_write().unwrap();
-        let path = lease.scratch().join("pack");
-        fs::write(&path, b"data").unwrap();
-        store.publish_file(&id("packs/x"), &path).unwrap();
-        assert!(!path.exists());
-        assert_eq!(store.get(&id("packs/x"), 4).unwrap(), b"data"[..]);
-        drop(lease);
-        assert_eq!(fs::read_dir(store.root().join("tmp")).unwrap().count(), 0);
-    }
-
-    /// A FIFO blocks an open for ever, unless it has a writer.
-    #[test]
-    fn only_regular_files_are_objects_and_locks() {
-        let (folder, store) = store();
-        store.publish(&id("packs/file"), b"file").unwrap();
-        let fifo = |name: &str| {
-            let path = store.root().join(name);
-            let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_raw_mode(0o600));
-            rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
-            path
-        };
-        fifo("packs/fifo");
-        fs::create_dir(store.root().join("packs/folder")).unwrap();
-        std::os::unix::net::UnixListener::bind(store.root().join("packs/socket")).unwrap();
-        std::os::unix::fs::symlink("/dev/null", store.root().join("packs/device")).unwrap();
-        for name in ["packs/folder", "packs/fifo", "packs/socket", "packs/device"] {
-            let range = ByteRange::at(0, 1).unwrap();
-            for error in [
-                store.get(&id(name), 100).unwrap_err(),
-                store.read_now(&id(name), range).unwrap_err(),
-            ] {
-                assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error}");
-                let said = format!("{error:?}");
-                assert!(said.contains("is not a regular file"), "{name}: {said}");
-            }
-        }
-        // Others' leftovers go, and no symlink leads a writer elsewhere.
-        fs::remove_file(store.root().join("lock")).unwrap();
-        let lock = fifo("lock");
-        assert!(store.begin_write().is_err() && store.begin_collect().is_err());
-        fs::remove_file(&lock).unwrap();
-        let elsewhere = folder.path().join("elsewhere");
-        std::os::unix::fs::symlink(&elsewhere, &lock).unwrap();
-        assert!(store.begin_collect().is_err() && !elsewhere.exists());
-        fs::remove_file(&lock).unwrap();
-        let left = [fifo("tmp/left.part"), fifo("tmp/partial-packs-a")];
-        assert!(store.partial(&id("packs/a"), 100).is_err());
-        store.begin_collect().unwrap();
-        assert!(left.iter().all(|path| path.symlink_metadata().is_err()));
-    }
-
-    #[test]
-    fn old_layers_that_no_image_has_go_without_a_collector() {
-        let (_folder, store) = store();
-        for name in ["layers/needed", "layers/old", "layers/new"] {
-            store.publish(&id(name), b"layer").unwrap();
-        }
-        store.publish(&id("held/image"), b"layers/needed\n").unwrap();
-        let long_ago = std::time::SystemTime::now() - 2 * PARTIAL_AGE;
-        for name in ["layers/needed", "layers/old"] {
-            let file = File::options().write(true).open(store.path_of(&id(name))).unwrap();
-            file.set_modified(long_ago).unwrap();
-        }
-        // Not while a writer is active: it records the layers it uses only at its end.
-        let writer = store.begin_write().unwrap();
-        store.publish(&id("layers/late"), b"layer").unwrap();
-        assert!(!store.path_of(&id("layers/old")).exists(), "before it began, nobody wrote");
-        let late = store.path_of(&id("layers/late"));
-        File::options().write(true).open(&late).unwrap().set_modified(long_ago).unwrap();
-        drop(store.begin_write().unwrap());
-        assert!(late.exists());
-        drop(writer);
-        store.sweep();
-        assert_eq!(store.list("layers").unwrap(), [id("layers/needed"), id("layers/new")]);
-        // Without a list that can be read, nothing goes.
-        store.publish(&id("held/endless"), &vec![b'x'; HELD_MAX as usize + 1]).unwrap();
-        store.remove(&id("held/image")).unwrap();
-        store.sweep();
-        assert_eq!(store.list("layers").unwrap(), [id("layers/needed"), id("layers/new")]);
-    }
-
-    #[test]
-    fn the_collector_spares_live_writers_and_removes_what_dead_ones_left() {
-        let (_folder, store) = store();
-        let lease = store.begin_write().unwrap();
-        fs::write(lease.scratch().join("pack"), b"live").unwrap();
-        let dead = store.root().join("tmp/dead");
-        fs::create_dir(&dead).unwrap();
-        fs::write(dead.join("pack"), b"1234567").unwrap();
-        fs::write(store.root().join("tmp/left.part"), b"123").unwrap();
-        let collecting = store.begin_collect().unwrap();
-        assert_eq!((collecting.writers, collecting.stale_bytes), (1, 10));
-        assert!(lease.scratch().join("pack").exists() && !dead.exists());
-    }
-}
+mod tests;

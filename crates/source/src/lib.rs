@@ -24,6 +24,7 @@ mod directory;
 mod form;
 mod location;
 pub mod opening;
+mod own_folder;
 mod partial;
 mod reference;
 pub mod registry;

@@ -34,9 +34,7 @@ impl Directory {
     pub fn partial(&self, object: &ObjectId, len_max: u64) -> Result<Option<Partial>> {
         // Keeps the collector away between the open and the flock.
         let _shared = self.lock(FlockOperation::LockShared)?;
-        let tmp = self.tmp();
-        fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
-        let path = tmp.join(format!("partial-{}", object.as_str().replace('/', "-")));
+        let path = self.make_tmp()?.join(format!("partial-{}", object.as_str().replace('/', "-")));
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false);
         let mut file = open_own_file(&path, &mut options).map_err(doing("open", &path))?;

@@ -112,4 +112,8 @@ impl ObjectStore for Store {
     fn begin_collect(&self) -> Result<Collecting> {
         either!(self, store => store.begin_collect())
     }
+
+    fn begin_count(&self) -> Result<Collecting> {
+        either!(self, store => store.begin_count())
+    }
 }

@@ -66,14 +66,14 @@ const HELD_MAX: u64 = 64 << 10;
 
 /// Removes from `store` every manifest that is kept neither by a name, nor by a host's record,
 /// nor by `needed` (the needs of this host that are not in its record), and every pack and
-/// derived object that no kept manifest refers to, with its stored layers. With `dry_run` these
-/// are only counted; leftovers of killed builds are removed even then.
+/// derived object that no kept manifest refers to, with its stored layers, and leftovers of killed
+/// builds. With `dry_run` these are only counted.
 ///
 /// Removes nothing if a name's record, a host's record or a kept manifest cannot be read, because
 /// its needs are then unknown. Builds wait meanwhile; while one is running, only leftovers of
 /// killed builds are removed.
 pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<Collected> {
-    let collecting = store.begin_collect()?;
+    let collecting = if dry_run { store.begin_count()? } else { store.begin_collect()? };
     let mut collected = Collected {
         stale_bytes: collecting.stale_bytes,
         builds: collecting.writers,
