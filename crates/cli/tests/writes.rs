@@ -553,8 +553,24 @@ fn the_documented_backups_of_writes_bring_everything_back() {
     assert_eq!(lines.len(), 1, "{lines:#?}");
     run_all(&lines);
     burgeon.ok(&["writes", "rm", "a"]);
+    run_all(&[format!("cp -a {} {}", text(&backup.join("a")), text(&backup.join("b")))]);
     fs::rename(backup.join("a"), burgeon.state().join("writes/a")).unwrap();
     let mounted = burgeon.mount("sample", &at, &options);
     assert!(is_whole(&at));
+    // A copy beside the live writes has a name of its own, and is mounted after them.
+    let copy = burgeon.state().join("writes/b");
+    run_all(&[format!("cp -a --sparse=always {} {}", text(&backup.join("b")), text(&copy))]);
+    let beside = space.make_folder("beside");
+    let refused = ["mount", "sample", text(&beside), "--writes", "b"];
+    burgeon.fails(&refused, 5, "only one of them can be mounted at a time");
+    write_synced(&at.join("written"), b"of the original");
     burgeon.umount(mounted);
+    let listed = burgeon.ok(&["writes", "list"]);
+    let has = |name| listed.lines().any(|line| line.split_whitespace().next() == Some(name));
+    assert!(has("a") && has("b"), "{listed}");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "b", "--write-limit", LIMIT]);
+    assert!(is_whole(&at));
+    burgeon.umount(mounted);
+    burgeon.ok(&["writes", "rm", "b"]);
+    assert!(burgeon.state().join("writes/a/sprout").exists());
 }

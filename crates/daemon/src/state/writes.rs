@@ -46,7 +46,8 @@ pub const NAME_LEN_MAX: usize = 128;
 pub struct WritesRecord {
     /// [`RECORD_FORMAT`].
     pub format: u32,
-    /// The name.
+    /// The name: that of the folder, whatever the file says. A folder may have been renamed, or
+    /// copied beside the original.
     pub name: String,
     /// The image's name when the writes were created.
     pub image: String,
@@ -140,7 +141,9 @@ pub fn find(state: &StateDir, name: &str) -> Result<Option<WritesRecord>> {
     check_name(name)?;
     let path = folder(state, name).join("record.json");
     match files::read_json::<WritesRecord>(&path) {
-        Ok(record) if record.format == RECORD_FORMAT => Ok(Some(record)),
+        Ok(record) if record.format == RECORD_FORMAT => {
+            Ok(Some(WritesRecord { name: name.to_owned(), ..record }))
+        }
         Ok(record) => Err(Error::new(
             ErrorKind::UnsupportedFormat,
             format!(
@@ -368,6 +371,9 @@ pub(crate) mod tests {
         publish(&state, &record("b")).unwrap();
         assert_eq!(find(&state, "b").unwrap().unwrap().image, "debian:12");
         assert_eq!(names(&state).unwrap(), ["b"]);
+        std::fs::rename(folder(&state, "b"), folder(&state, "c")).unwrap();
+        assert_eq!(find(&state, "c").unwrap().unwrap().name, "c");
+        std::fs::rename(folder(&state, "c"), folder(&state, "b")).unwrap();
         let mounted = lock(&state, "b").unwrap();
         assert!(lock(&state, "b").is_err());
         assert!(remove(&state, "b").unwrap_err().to_string().contains("mounted already"));
