@@ -32,6 +32,12 @@ pub(super) struct Attributes {
 /// A textual ACL, translated; `None` if that is impossible.
 type TextAcl = Option<Acl>;
 
+/// The name of an attribute in a keyword, in which GNU tar escapes `=` and `%`.
+fn unescaped(name: &str) -> String {
+    // In this order: `%253D` stands for `%3D`.
+    name.replace("%3D", "=").replace("%25", "%")
+}
+
 impl Attributes {
     /// Parses `records`.
     pub(super) fn of(records: &Records) -> Result<Self> {
@@ -52,9 +58,11 @@ impl Attributes {
                 "SCHILY.acl.default" => all.default = Some(acl::translate(value)),
                 _ if key.starts_with("SCHILY.acl.") => all.foreign_acl = true,
                 _ => {
-                    let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
-                    if let Some(name) = name.filter(|name| xattrs::wanted_of_archive(name)) {
-                        all.xattrs.push((name.into(), value.into()));
+                    let name = key.strip_prefix("SCHILY.xattr.").map(unescaped);
+                    if let Some(name) =
+                        name.filter(|name| xattrs::wanted_of_archive(name.as_bytes()))
+                    {
+                        all.xattrs.push((name.into_bytes().into(), value.into()));
                     }
                 }
             }
