@@ -15,7 +15,7 @@ use burgeon_daemon::{
     was_recorded,
 };
 use burgeon_image::load_profile;
-use burgeon_source::Directory;
+use burgeon_source::{Directory, Location};
 use serde_json::json;
 
 use super::{Context, without_daemon::no_daemon};
@@ -66,7 +66,7 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
     }
     for mount in &status.mounts {
         println!();
-        describe(mount);
+        describe(mount, &context.state.store().into());
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -97,7 +97,8 @@ fn complete(context: &Context, mount: &mut MountStatus, layer_bytes: &mut HashMa
     }
 }
 
-fn describe(mount: &MountStatus) {
+/// `own` is the state directory's store, which commands use unless they name another.
+fn describe(mount: &MountStatus, own: &Location) {
     let reads = &mount.reads;
     println!("{}  {}  ({}, {})", output::path(&mount.target), mount.image, mount.id, mount.state);
     if !mount.name.is_empty() && mount.name != mount.image {
@@ -171,7 +172,7 @@ fn describe(mount: &MountStatus) {
     if let Some(cache) = &mount.cache {
         println!("  cache      {}", describe_cache(cache));
     }
-    describe_errors(mount);
+    describe_errors(mount, own);
 }
 
 fn describe_profile(profile: &ProfileStatus) -> String {
@@ -248,13 +249,19 @@ fn describe_cache(cache: &CacheStatus) -> String {
 }
 
 /// Prints every error with its count and remedy.
-fn describe_errors(mount: &MountStatus) {
+fn describe_errors(mount: &MountStatus, own: &Location) {
     let ReadStatus {
         failed_reads, source_errors, source_corrupt_chunks, cache_corrupt_blocks, ..
     } = mount.reads;
     let cache = mount.cache.as_ref();
     let of_cache = |count: fn(&CacheStatus) -> u64| cache.map_or(0, count);
-    let verify = format!("`burgeon verify {}` says which files", mount.image);
+    let store = match &mount.store {
+        // The image's name says where it is.
+        Location::Registry(_) => String::new(),
+        store if store == own => String::new(),
+        store => format!(" --store {store}"),
+    };
+    let verify = format!("`burgeon verify {}{store}` says which files", mount.image);
     // Files of this host that changed after `map` are in no image.
     let changed = mount.area.as_ref().map_or(0, |area| area.changed_reads);
     let changed = changed.min(source_corrupt_chunks);

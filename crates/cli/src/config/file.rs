@@ -139,7 +139,8 @@ fn read(path: &Path) -> io::Result<Document> {
     let mut bytes = Vec::new();
     (&mut file).take(LEN_MAX + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > LEN_MAX {
-        let what = format!("it is longer than {} KiB: move a part into config.d", LEN_MAX >> 10);
+        let what =
+            format!("it is longer than {} KiB: move a part into a file of config.d", LEN_MAX >> 10);
         return Err(io::Error::other(what));
     }
     let text = String::from_utf8(bytes).map_err(|e| {

@@ -61,21 +61,14 @@ pub(crate) struct Metrics {
     #[arg(long, value_name = "SECONDS", default_value = "10", requires = "textfile")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
-    /// The daemon's status socket [default: /run/burgeon/status.sock; that of --state-dir, if
-    /// given]
+    /// The daemon's status socket [default: /run/burgeon/status.sock; that of the state directory,
+    /// if another one is given or configured]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
 
 pub(super) fn metrics(global: &Global, metrics: Metrics) -> Result<ExitCode> {
-    let socket = match (metrics.socket, &global.state_dir) {
-        (Some(socket), _) => socket,
-        (None, Some(state)) => {
-            let found = state.canonicalize().or_else(|_| std::path::absolute(state));
-            status_socket::path(&found.unwrap_or_else(|_| state.clone()))
-        }
-        (None, None) => status_socket::path(Path::new("/var/lib/burgeon")),
-    };
+    let socket = metrics.socket.unwrap_or_else(|| status_socket::path(&state_dir(global)));
     let source = Source { socket, trouble: Mutex::default() };
     if metrics.listen.is_none() && metrics.textfile.is_none() {
         return once(&source, global.json);
@@ -95,6 +88,15 @@ pub(super) fn metrics(global: &Global, metrics: Metrics) -> Result<ExitCode> {
             textfile::write_for_ever(&path, interval, &|| source.text())
         }),
     }
+}
+
+/// The state directory, which this command needs no access to. Problems of the configuration are
+/// those of the commands that use the rest of it.
+fn state_dir(global: &Global) -> PathBuf {
+    let configured = || Config::examine(global.config.as_deref()).0.state_dir;
+    let state = global.state_dir.clone().or_else(|| configured().map(|setting| setting.value));
+    let Some(state) = state else { return PathBuf::from("/var/lib/burgeon") };
+    state.canonicalize().or_else(|_| std::path::absolute(&state)).unwrap_or(state)
 }
 
 fn listen(address: SocketAddr) -> Result<TcpListener> {
