@@ -404,6 +404,15 @@ fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
     compare(&damage.tree, mounted.path()).unwrap().assert_same();
     damage.burgeon.umount(mounted);
     assert!(!damage.burgeon.run(&["doctor"]).stdout.contains("is damaged"));
+    // Too long to be read, as a hole.
+    for file in ["seed", "map"] {
+        let path = template.with_file_name(file);
+        fs::File::options().write(true).open(path).unwrap().set_len(1 << 42).unwrap();
+        let found = damage.burgeon.run(&["doctor"]).stdout;
+        assert!(found.contains(&format!("{file} is damaged")), "{found}");
+        damage.burgeon.umount(damage.burgeon.mount("image", &at, &named[..2]));
+        assert!(!damage.burgeon.run(&["doctor"]).stdout.contains("is damaged"));
+    }
 }
 
 /// Offset of the superblock of btrfs on each device.

@@ -17,7 +17,7 @@ use crate::state::{
     access, complete,
     files::{self, Lock, make_folder},
     paths::StateDir,
-    prepared::{KEPT, digest_file, keep_file, len_of, read_info},
+    prepared::{KEPT, digest_file, has_lengths, keep_file, len_of, read_info},
     record::MountRecord,
     writes::{self, WritesRecord},
 };
@@ -103,6 +103,9 @@ fn is_kept(folder: &Path, record: &WritesRecord) -> bool {
 
 /// True if `folder` has the template and the map that named writes are based on.
 fn is_base(folder: &Path, record: &WritesRecord) -> Result<bool> {
+    if !has_lengths(folder, record) {
+        return Ok(false);
+    }
     let (map, _) = digest_file(&folder.join("map"))?;
     let (template, _) = digest_file(&folder.join("seed"))?;
     Ok(map == record.map_digest.0 && template == record.template_digest.0)

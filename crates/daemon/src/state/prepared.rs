@@ -131,11 +131,15 @@ pub(crate) fn is_ready(folder: &Path, store: &Location) -> bool {
 /// True if the files in `folder` have their recorded lengths, as far as recorded. Other damage is
 /// found when the files are read.
 pub(crate) fn is_complete(folder: &Path, record: &WritesRecord) -> bool {
+    has_lengths(folder, record) && len_of(&folder.join("manifest")) > 0 && read_info(folder).is_ok()
+}
+
+/// True if template and map in `folder` have their recorded lengths, as far as recorded: worth
+/// reading, however long a damaged file has become.
+pub(crate) fn has_lengths(folder: &Path, record: &WritesRecord) -> bool {
     let len = |file: &str| len_of(&folder.join(file));
     len("seed") == record.template_len
         && (len("map") == record.map_len || (record.map_len == 0 && len("map") > 0))
-        && len("manifest") > 0
-        && read_info(folder).is_ok()
 }
 
 /// The length of the file `path`; 0 if it is missing or not a regular file.
