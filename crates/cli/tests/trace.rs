@@ -199,4 +199,9 @@ fn top_fits_a_real_terminal_and_follows_the_mounts() {
     // For scripts: a number of screens, without control characters.
     let once = rig.burgeon.ok(&["top", "--count", "1"]);
     assert!(once.contains("nothing is mounted") && !once.contains('\u{1b}'), "{once:?}");
+    rig.burgeon.ok(&["shutdown"]);
+    let none: Value =
+        serde_json::from_str(&rig.burgeon.ok(&["top", "--count", "1", "--json"])).unwrap();
+    assert!(none["version"].is_null() && none["hit_ratio"].is_null(), "{none}");
+    assert_eq!(none["mounts"], serde_json::json!([]));
 }

@@ -14,15 +14,15 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_block::Digest;
+use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_daemon::{
     Client, MountId,
+    doctor::mounts_without_daemon,
     log::one_line,
     protocol::{HostCache, MountStatus, Status},
 };
 use burgeon_image::Manifest;
 use serde::Serialize;
-use serde_json::json;
 
 use super::{Context, trace};
 use crate::output::{self, bytes, duration_us};
@@ -76,6 +76,12 @@ pub(super) fn top(context: &Context, options: &Top) -> Result<ExitCode> {
                 let files = slowest(context, client, status, &mut manifests);
                 Screen::new(status, &rates, files)
             });
+            // As for the commands that ask a daemon once; a person's screen waits for the next one.
+            let is_once = options.count.is_some() && screen.is_none();
+            if is_once && mounts_without_daemon(&context.state) > 0 {
+                let what = super::without_daemon::no_daemon(context);
+                return Err(Error::new(ErrorKind::Unavailable, what).into());
+            }
             show(context, screen.as_ref())?;
             shown += 1;
         }
@@ -129,9 +135,10 @@ fn slowest(
 }
 
 /// All that one screen shows, for people and for programs.
-#[derive(Serialize)]
+#[derive(Serialize, Default)]
 struct Screen {
-    version: String,
+    /// Of the daemon; none if no daemon runs.
+    version: Option<String>,
     /// Read from the cache, and waited for.
     local_bytes_per_second: f64,
     waited_bytes_per_second: f64,
@@ -186,7 +193,7 @@ impl Screen {
         let size =
             |cache: &HostCache| CacheSize { used_bytes: cache.used, limit_bytes: cache.limit };
         Self {
-            version: status.version.clone(),
+            version: Some(status.version.clone()),
             local_bytes_per_second: local,
             waited_bytes_per_second: waited,
             hit_ratio: (local + waited > 0.0).then(|| local / (local + waited)),
@@ -203,7 +210,7 @@ impl Screen {
             self.hit_ratio.map_or("–".to_owned(), |part| format!("{:.0} %", part * 100.0));
         let mut text = vec![format!(
             "burgeon {}  mounts {}  local {}/s  waited for {}/s  hits {ratio}",
-            self.version,
+            self.version.as_deref().unwrap_or_default(),
             self.mounts.len(),
             rate(self.local_bytes_per_second),
             rate(self.waited_bytes_per_second),
@@ -274,7 +281,7 @@ fn show(context: &Context, screen: Option<&Screen>) -> Result<()> {
     if context.json {
         return match screen {
             Some(screen) => output::print_json(screen),
-            None => output::print_json(&json!({ "mounts": [] })),
+            None => output::print_json(&Screen::default()),
         };
     }
     let is_screen = io::stdout().is_terminal();
@@ -325,7 +332,7 @@ mod tests {
 
     fn screen(mounts: Vec<Row>) -> Screen {
         Screen {
-            version: "1.2.3".to_owned(),
+            version: Some("1.2.3".to_owned()),
             local_bytes_per_second: 3.0 * 1024.0 * 1024.0,
             waited_bytes_per_second: 1024.0 * 1024.0,
             hit_ratio: Some(0.75),
