@@ -187,6 +187,43 @@ fn room_is_made_on_a_full_disk() {
 }
 
 #[test]
+fn a_limit_of_file_sizes_is_named_and_leaves_nothing() {
+    let space = Space::new("file-limit");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 1);
+    let mut command = Command::new("prlimit");
+    command.args(["--fsize=1000000:1000000", PROGRAM, "--state-dir", text(burgeon.state())]);
+    command.args(["--config", "none", "build", text(&tree), "sample"]);
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("File too large"), "{said}");
+    let left = fs::read_dir(burgeon.state().join("store/tmp")).unwrap().count();
+    assert_eq!(left, 0, "leftovers of the build");
+}
+
+/// Whatever lies in the place of the folder of records.
+#[test]
+fn records_that_are_no_folder_are_named() {
+    let space = Space::new("records");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 1);
+    burgeon.build(&tree, "sample");
+    let records = burgeon.state().join("provenance");
+    fs::remove_dir_all(&records).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &records,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::from(0o600),
+        0,
+    )
+    .unwrap();
+    burgeon.fails(&["build", text(&tree), "other"], 1, "Not a directory");
+    assert_ne!(burgeon.run(&["verify", "sample"]).code, None);
+}
+
+#[test]
 fn a_read_only_disk_is_named_with_its_remedy() {
     let space = Space::new("read-only-store");
     let disk = space.small_disk("disk", 64 << 20);

@@ -58,7 +58,7 @@ pub use host::{
     backing_devices::{
         btrfs_fsid, is_burgeon_mount, refuse_accelerated, refuse_burgeon, refuse_burgeon_file,
     },
-    harden::forbid_core_dumps,
+    harden::{forbid_core_dumps, report_file_limit},
     mount_namespaces, mountinfo,
     signals::{TerminationSignals, block_termination},
 };

@@ -289,6 +289,10 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     if let Command::Config(config) = args.command {
         return config::config(&args.global, config.command);
     }
+    // Programs of the user have the signal as it was.
+    if !matches!(args.command, Command::Run(_) | Command::Record(_)) {
+        burgeon_daemon::report_file_limit();
+    }
     let config = read_config(&args.global, &args.command)?;
     let mut context =
         Context::new(args.global, config, takes_repository, only_looks(&args.command))?;

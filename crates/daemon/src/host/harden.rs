@@ -53,6 +53,13 @@ fn lift_limits() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     // The server locks its memory, and drops the capability that overrides this limit.
     let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
+    report_file_limit();
+}
+
+/// Makes a write beyond the limit of a file's size (`ulimit -f`) an error, which the program can
+/// name and clean up after; by default it would end the process. Processes that this one starts
+/// inherit that.
+pub fn report_file_limit() {
     // SAFETY: the signal is ignored, so it runs no code of this process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }

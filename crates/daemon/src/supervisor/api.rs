@@ -1,6 +1,7 @@
 //! Serves the API socket: one thread per client, at most [`CLIENTS_MAX`] of them.
 
 use std::{
+    fs::File,
     os::{
         fd::{AsFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
@@ -114,6 +115,10 @@ impl Supervisor {
         if peer.is_some_and(|peer| peer.is_administrator() && !is_server(peer)) {
             return Ok(());
         }
+        // Without a descriptor to spare, nothing is known of it.
+        drop(File::open("/proc/self/uid_map").map_err(|e| {
+            Error::io("the daemon cannot look at the process that asks: raise its limit of open files (ulimit -n)", e)
+        })?);
         let what = "the daemon changes mounts only for processes with CAP_SYS_ADMIN, which this one \
             lacks: run the command as root on the host, or give that capability to its service or \
             container";

@@ -215,7 +215,9 @@ impl Provenance {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
-        let folder = File::open(&self.folder)?;
+        // Of another type, it could block.
+        let flags = OFlags::DIRECTORY.bits() as i32;
+        let folder = File::options().read(true).custom_flags(flags).open(&self.folder)?;
         flock(&folder, FlockOperation::LockExclusive)?;
         Ok(folder)
     }

@@ -16,7 +16,7 @@ use std::{
     fs::File,
     io::Read,
     net::{SocketAddr, TcpListener},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     sync::Mutex,
     thread,
@@ -29,6 +29,7 @@ use burgeon_daemon::status_socket;
 use burgeon_metrics::{Disks, Snapshot};
 
 use crate::{
+    config::Config,
     exit::{self, Usage},
     global::Global,
     output,
