@@ -11,7 +11,7 @@ use std::{
 };
 
 use rustix::fs::{FallocateFlags, fallocate};
-use testkit::{Burgeon, Rng, Space, scaled, take_room};
+use testkit::{Burgeon, Rng, Space, kill, scaled, take_room};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: &str = "256M";
@@ -302,6 +302,39 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
     fs::remove_file(disk.path().join("hog")).unwrap();
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     (0..3).for_each(|round| assert!(at.join(format!("round-{round}")).exists()));
+    burgeon.umount(mounted);
+    drop(burgeon);
+}
+
+/// XFS makes inodes in groups, and may have no room for the socket of a new supervisor.
+#[test]
+fn a_daemon_begins_on_a_disk_without_a_free_block() {
+    let space = Space::new("no-inode");
+    let disk = space.disk_with(&space.path("disk"), 900 << 20, &["mkfs.xfs", "-q"]);
+    let store = space.path("store");
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    let burgeon = burgeon.option("--store").option(&store);
+    burgeon.build(&tree(&space, "tree", 10), "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    write_synced(&at.join("before"), b"synced");
+    let hog = File::create(disk.path().join("hog")).unwrap();
+    [1 << 20, 4096, 1].into_iter().for_each(|len| fill(&hog, len));
+    // Inodes that are left over are taken as well.
+    let taken = (0..).map(|n| File::create(disk.path().join(format!("inode-{n}"))));
+    let full = taken.map_while(|made| made.err().map_or(Some(None), |e| Some(Some(e))));
+    let full = full.flatten().next().unwrap();
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    let status = burgeon.status();
+    for process in ["supervisor_pid", "server_pid"] {
+        kill(status[process].as_u64().unwrap() as u32);
+    }
+    burgeon.ok(&["doctor", "--repair"]);
+    assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
     burgeon.umount(mounted);
     drop(burgeon);
 }

@@ -4,7 +4,8 @@
 //!   umount:  mounts/<id>/seed ── rename ──► writes/<name>/recycled-seed     the copy, megabytes
 //!   mount:   writes/<name>/recycled-seed ── rename ──► mounts/<id>/seed     overwritten in place
 //!
-//!   run/ballast   BALLAST bytes, released while such a mount is made: folders and records
+//!   run/ballast   BALLAST bytes, released while such a mount is made (folders and records), and
+//!                 while a daemon begins (sockets)
 //! ```
 //!
 //! The contents of a recycled seed are not trusted: every byte of it that btrfs reads is written

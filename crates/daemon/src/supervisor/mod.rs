@@ -156,6 +156,8 @@ fn begin(state_dir: &Path) -> Result<()> {
     if let Err(error) = Bounds::publish_configured(&state) {
         tracing::warn!(%error, "the configured bounds of the cache are not used");
     }
+    // Sockets are files, too; XFS makes room for many at a time. It is reserved again below.
+    recycled_seed::lend(&state);
     let socket = bind(&state)?;
     let status = ipc::status_socket::bind(&state);
     let (holder, held) = Holder::find(&state, inherited);
