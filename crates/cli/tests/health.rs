@@ -176,6 +176,20 @@ fn level_and_format_of_the_log_change_while_the_daemon_runs() {
 }
 
 #[test]
+fn a_socket_that_was_removed_is_made_again() {
+    let space = Space::new("socket");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (mounted, at) = mounted(&space, &burgeon);
+    let before = pid(&burgeon, "supervisor_pid");
+    fs::remove_file(burgeon.state().join("run/api.sock")).unwrap();
+    let is_back = || burgeon.status()["supervisor_pid"].as_u64() == Some(before.into());
+    assert!(wait_until(PATIENCE, is_back), "{:#}", burgeon.status());
+    assert!(is_read(&at, 0));
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+}
+
+#[test]
 fn no_secret_leaves_the_daemon() {
     let space = Space::new("secrets");
     let s3 = S3::start().unwrap();

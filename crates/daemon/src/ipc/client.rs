@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// The name of the daemon's socket in the `run/` folder.
-const API: &str = "api.sock";
+pub(crate) const API: &str = "api.sock";
 
 /// Time limit for a daemon to end.
 const ENDING_TIMEOUT: Duration = Duration::from_secs(5);
