@@ -232,7 +232,8 @@ const UNIT_PROPERTIES: [&str; 5] = [
 /// that file systems depend on (its document `ROOT_STORAGE_DAEMONS`).
 pub(crate) fn serving(verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0(SERVING).arg(verb);
+    // A failed allocation must end the process: with a backtrace it may hang instead.
+    command.arg0(SERVING).arg(verb).env_remove("RUST_BACKTRACE");
     command
 }
 

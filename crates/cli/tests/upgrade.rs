@@ -187,7 +187,8 @@ fn a_program_that_cannot_start_here_replaces_nothing() {
         assert!(said.code != Some(0) && said.stderr.contains("mount.json"), "{said:?}");
         assert_eq!(processes(), before);
     }
-    fs::remove_dir_all(other).unwrap();
+    // What damage has left, and nobody uses, is cleared up.
+    fs::write(other.join("mount.json"), "{").unwrap();
 
     let said = burgeon.ok(&["upgrade", "--check"]);
     assert!(said.contains("can take over"), "{said}");
@@ -195,6 +196,7 @@ fn a_program_that_cannot_start_here_replaces_nothing() {
     assert!(!burgeon.state().join("run/rehearsal").exists(), "a rehearsal leaves nothing");
     burgeon.ok(&["upgrade"]);
     assert_ne!(processes()[0], before[0]);
+    assert!(wait_until(PATIENCE, || !other.exists()), "a leftover stays");
 
     // Without the supervisor, the old program serves on, and nobody could replace it.
     let supervisor = processes()[0].unwrap().to_string();

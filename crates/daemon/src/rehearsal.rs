@@ -21,6 +21,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
+    host::backing_devices,
     ipc::{
         client::Client,
         protocol::{CacheRequest, Reply, Request},
@@ -55,6 +56,10 @@ fn read_records(state: &StateDir) -> Result<()> {
         match read_record(state, id) {
             // It is being made or removed.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
+            // Damaged, and in no use: a leftover, which the next daemon removes.
+            Err(e)
+                if e.kind() != ErrorKind::UnsupportedFormat
+                    && backing_devices::loop_below(&state.mount(id)).is_none() => {}
             Err(e) => {
                 let what = format!(
                     "the record of the mount {id} cannot be read: unmount it, and mount it again"

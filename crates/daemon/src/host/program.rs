@@ -34,6 +34,9 @@ fn run_as(name: &str, verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(name).arg(verb);
     command.envs(log::variables()).envs(Providers::variables());
+    // A panic that is printed with a backtrace reads symbols. If there is no memory for them, the
+    // standard library waits for its own lock, and the process neither dies nor works.
+    command.env_remove("RUST_BACKTRACE");
     command
 }
 

@@ -233,12 +233,24 @@ pub(crate) fn mount_ids(state: &StateDir) -> Vec<MountId> {
 
 /// The record of a mount; `UnsupportedFormat` if a later version made it.
 pub(crate) fn read_record(state: &StateDir, id: MountId) -> Result<MountRecord> {
-    let record: MountRecord = files::read_json(&state.mount(id).join("mount.json"))?;
-    if record.format == MOUNT_FORMAT {
-        return Ok(record);
+    /// All that a later version's record has for certain.
+    #[derive(Deserialize)]
+    struct Format {
+        format: u32,
+    }
+    let path = state.mount(id).join("mount.json");
+    let (format, read) = match files::read_json::<MountRecord>(&path) {
+        Ok(record) => (record.format, Ok(record)),
+        Err(error) => match files::read_json::<Format>(&path) {
+            Ok(Format { format }) => (format, Err(error)),
+            Err(_) => return Err(error),
+        },
+    };
+    if format == MOUNT_FORMAT {
+        return read;
     }
     Err(Error::new(
         ErrorKind::UnsupportedFormat,
-        format!("mount {id} was made by another version of Burgeon (format {})", record.format),
+        format!("{} was made by another version of Burgeon (format {format})", path.display()),
     ))
 }
