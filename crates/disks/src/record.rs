@@ -24,6 +24,8 @@ const WRAP: u64 = 1 << 32;
 const QUARTER: u64 = WRAP / 4;
 /// Bytes an hour that no ATA link can pass: 600 MB/s.
 const ATA_BYTES_PER_HOUR: u128 = 600_000_000 * 3600;
+/// Bytes an hour that no link of another drive can pass: 16 GB/s, four lanes of PCIe 5.0.
+const BYTES_PER_HOUR: u128 = 16_000_000_000 * 3600;
 /// Bytes by which a drive may lag behind the kernel.
 const LAG_BYTES: u64 = 1 << 30;
 const DAY_S: u64 = 24 * 3600;
@@ -177,9 +179,10 @@ impl DiskRecord {
         self.appearance = seen.appearance;
         self.raw = seen.after;
         self.last_s = seen.time_s;
-        let Some(drive) = &seen.drive else {
+        let Some(drive) = seen.drive.as_ref().map(plausible) else {
             return Figures::default();
         };
+        let drive = &drive;
         self.observe_drive(seen, drive, unbroken);
         let mut figures = self.figures(seen, drive);
         figures.written_bytes_per_second =
@@ -379,6 +382,24 @@ fn is_possible(total: &DriveTotal, kernel_bytes: u64, power_on_hours: Option<u64
     let enough = total.bytes.saturating_add(slack) >= kernel_bytes / 20 * 19;
     let most = |hours: u64| (u128::from(hours) + 1) * ATA_BYTES_PER_HOUR;
     enough && power_on_hours.is_none_or(|hours| u128::from(total.bytes) <= most(hours))
+}
+
+/// The report without readings that no drive can have reached in its hours: one of them would spoil
+/// the total for good, because a total never goes down. Where the kernel's bytes can disprove the
+/// unit, they decide later.
+fn plausible(drive: &DriveReport) -> DriveReport {
+    let most = drive.power_on_hours.map(|hours| (u128::from(hours) + 1) * BYTES_PER_HOUR);
+    let is_plausible = |figure: &Figure| match figure.unit {
+        Unit::Standard(unit) | Unit::Name(unit) if !figure.is_ata => {
+            let bytes = u128::from(figure.raw) * u128::from(unit);
+            u64::try_from(bytes).is_ok() && most.is_none_or(|most| bytes <= most)
+        }
+        _ => true,
+    };
+    let mut drive = drive.clone();
+    drive.read = drive.read.filter(is_plausible);
+    drive.written = drive.written.filter(is_plausible);
+    drive
 }
 
 /// The rest of the endurance over its use: so much endurance for all bytes so far, so many bytes

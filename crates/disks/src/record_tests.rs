@@ -70,6 +70,27 @@ impl Disk {
 }
 
 #[test]
+fn a_reading_that_no_drive_can_have_reached_is_passed_over() {
+    let unit = 512_000;
+    let mut disk = Disk::new(unit, 40 * GIB);
+    disk.states(Unit::Standard(unit));
+    let drive = disk.seen.drive.as_mut().unwrap();
+    drive.power_on_hours = Some(20_000);
+    drive.read.iter_mut().chain(&mut drive.written).for_each(|figure| figure.is_ata = false);
+    let mut record = DiskRecord::default();
+    disk.moves(GIB, 0);
+    let before = disk.look(&mut record).written.unwrap();
+    for raw in [5_000_000_000_000, u64::MAX] {
+        disk.seen.drive.as_mut().unwrap().written.as_mut().unwrap().raw = raw;
+        assert_eq!(disk.look(&mut record).written, None, "{raw}");
+    }
+    disk.moves(GIB, 0);
+    let after = disk.look(&mut record).written.unwrap();
+    assert_eq!((after.resets, after.bytes / unit), (0, disk.moved / unit));
+    assert!(after.bytes > before.bytes);
+}
+
+#[test]
 fn a_unit_is_measured_and_then_both_totals_are_known() {
     let mut disk = Disk::new(32 << 20, 77 * GIB);
     let mut record = DiskRecord::default();
