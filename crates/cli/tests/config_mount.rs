@@ -272,3 +272,16 @@ fn the_cache_has_the_configured_size_until_a_user_changes_it() {
     assert_eq!(limit(), 48 * MIB);
     host.burgeon.umount(mounted);
 }
+
+/// Doctor is asked before the first mount.
+#[test]
+fn a_cache_that_would_keep_nothing_is_named_before_there_is_a_daemon() {
+    let space = Space::new("config-full");
+    let host = Host::new(&space, "[cache]\nkeep-free = '1000T'\n");
+    fs::write(host.burgeon.state().join("cache.json"), "{}").unwrap();
+    let found = host.burgeon.run(&["doctor"]).stdout;
+    assert!(found.contains("it will keep nothing in") && found.contains("keep-free"), "{found}");
+    host.write("[cache]\nkeep-free = '0'\n");
+    let found = host.burgeon.run(&["doctor"]).stdout;
+    assert!(!found.contains("keep nothing"), "{found}");
+}

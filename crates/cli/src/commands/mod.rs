@@ -224,9 +224,10 @@ impl Context {
     }
 }
 
-/// Takes the cache's folder from `given`, the option, or from `config`. A daemon does not start
+/// Takes the cache's bounds from `config`, and its folder from `given`, the option, or `config`. A daemon does not start
 /// with an option that cannot be used; what only asks the running one does not care.
 fn place_cache(state: &StateDir, given: Option<&Path>, config: &Config) -> Result<()> {
+    config.cache.configure();
     let Some(dir) = given.filter(|dir| !dir.as_os_str().is_empty()) else {
         if let Some(setting) = &config.cache.dir {
             burgeon_daemon::configure_cache_dir(setting.value.clone());

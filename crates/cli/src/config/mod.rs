@@ -96,6 +96,16 @@ pub(crate) struct CacheBounds {
     pub(crate) sharing: Option<Setting<Sharing>>,
 }
 
+impl CacheBounds {
+    /// Makes this process use them, but for the folder.
+    pub(crate) fn configure(&self) {
+        let is_shared = self.sharing.as_ref().is_some_and(|it| it.value == Sharing::Host);
+        let [size, keep_free] =
+            [&self.size, &self.keep_free].map(|amount| amount.as_ref().map(|it| it.value));
+        burgeon_daemon::configure_cache(size, keep_free, is_shared);
+    }
+}
+
 /// The mounts that find a chunk in the cache.
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Sharing {
@@ -335,10 +345,8 @@ pub(crate) fn begin_daemon() {
             log::begin_at(level, log::Process::Daemon);
         }
     }
-    let CacheBounds { dir, size, keep_free, sharing } = config.cache;
-    let is_shared = sharing.is_some_and(|it| it.value == Sharing::Host);
-    let [size, keep_free] = [size, keep_free].map(|amount| amount.map(|it| it.value));
-    burgeon_daemon::configure_cache(size, keep_free, is_shared);
+    config.cache.configure();
+    let dir = config.cache.dir;
     let given = env::var_os(burgeon_daemon::CACHE_DIR).filter(|dir| !dir.is_empty());
     if let Some(dir) = given.map(PathBuf::from).or(dir.map(|dir| dir.value)) {
         burgeon_daemon::configure_cache_dir(dir);

@@ -13,9 +13,21 @@ pub(super) fn examine(state: &StateDir, is_served: bool) -> Vec<Finding> {
         true => (record.folder(state), record.problem.clone()),
         false => cache_dir::next(state),
     };
-    let mut findings = vec![match problem {
-        None => Finding::fine("cache", format!("in {}", folder.display())),
-        Some(problem) => Finding::bad(
+    // A server that runs has told of it itself.
+    let is_there = folder.exists();
+    let place = if is_there { folder.as_path() } else { state.root() };
+    let lack = || cache_dir::lack_of_space(state, place).ok().flatten();
+    let full = if is_served || problem.is_some() { None } else { lack() };
+    let mut findings = vec![match (problem, full) {
+        (None, Some(full)) => Finding::bad(
+            Level::Warning,
+            "cache",
+            format!("it will keep nothing in {}: {full}", folder.display()),
+            "data is fetched again and again",
+            "free some space on that disk, or leave less of it free",
+        ),
+        (None, None) => Finding::fine("cache", format!("in {}", folder.display())),
+        (Some(problem), _) => Finding::bad(
             Level::Problem,
             "cache",
             problem,

@@ -87,10 +87,14 @@ pub fn changed_floor(state: &StateDir) -> Result<Option<CacheAmount>> {
 impl Bounds {
     /// The bounds of the host's cache: those that the user has set, or the configured ones.
     pub(crate) fn read(state: &StateDir) -> Result<Self> {
-        let configured = Self::read_from(&state.configured_cache()).unwrap_or_else(|error| {
-            tracing::warn!(%error, "the configured bounds of the cache are not used");
-            Self::default()
-        });
+        // The daemon publishes them for its server, which has no configuration.
+        let published = || {
+            Self::read_from(&state.configured_cache()).unwrap_or_else(|error| {
+                tracing::warn!(%error, "the configured bounds of the cache are not used");
+                Self::default()
+            })
+        };
+        let configured = CONFIGURED.get().cloned().unwrap_or_else(published);
         let changed = Self::changed(state)?;
         Ok(Self {
             limit: changed.limit.or(configured.limit),

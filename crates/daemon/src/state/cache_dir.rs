@@ -61,19 +61,26 @@ pub fn configure(dir: PathBuf) {
 /// An error if the cache cannot be in `dir`, which an option names.
 pub fn check(state: &StateDir, dir: &Path) -> Result<()> {
     let dir = usable(state, dir)?;
+    match lack_of_space(state, &dir)? {
+        None => Ok(()),
+        Some(why) => Err(refused(ErrorKind::NoSpace, &dir, &why)),
+    }
+}
+
+/// The reason, with its remedy, why a cache in the existing folder `dir` would keep nothing.
+pub(crate) fn lack_of_space(state: &StateDir, dir: &Path) -> Result<Option<String>> {
     let (_, keep_free) = Bounds::read(state).unwrap_or_default().amounts();
     let failed = |e| Error::io(format!("cannot ask {} for its free space", dir.display()), e);
-    let disk = rustix::fs::statvfs(&dir).map_err(|e| failed(e.into()))?;
+    let disk = rustix::fs::statvfs(dir).map_err(|e| failed(e.into()))?;
     let [size, free] = [disk.f_blocks, disk.f_bavail].map(|it| it.saturating_mul(disk.f_frsize));
     let floor = keep_free.of(size);
-    if free.saturating_add(allocated(&dir)) > floor {
-        return Ok(());
-    }
-    let why = format!(
-        "its disk is full: {free} bytes are free, and the cache leaves {floor} free; free some, or \
-         lower the floor (`burgeon cache resize --keep-free`, cache.keep-free)"
-    );
-    Err(refused(ErrorKind::NoSpace, &dir, &why))
+    let is_full = free.saturating_add(allocated(dir)) <= floor;
+    Ok(is_full.then(|| {
+        format!(
+            "its disk is full: {free} bytes are free, and the cache leaves {floor} free; free some, \
+             or lower the floor (`burgeon cache resize --keep-free`, cache.keep-free)"
+        )
+    }))
 }
 
 /// The folder of the cache of the running server, or of the last one; and the one that a new server
