@@ -39,7 +39,7 @@ use rustix::{
 use crate::{
     check_len,
     opening::{Manner, not_a_file, open_checked, opened_now, with_opened},
-    own_folder::OwnFolder,
+    own_folder::{OwnFolder, doing},
     too_short,
 };
 
@@ -437,11 +437,6 @@ pub(crate) fn open_own_file(path: &Path, options: &mut fs::OpenOptions) -> io::R
 
 fn sync_dir(folder: &Path) -> Result<()> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(doing("write", folder))
-}
-
-/// Converts an I/O error: "cannot `verb` `path`".
-pub(crate) fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
-    move |error| Error::io(format!("cannot {verb} {}", path.display()), error)
 }
 
 #[cfg(test)]

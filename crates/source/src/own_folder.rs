@@ -12,8 +12,6 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::fs::OFlags;
 
-use crate::directory::doing;
-
 /// A folder of the store, held open: whatever takes its place, nothing else is reached. It may be
 /// missing.
 pub(crate) struct OwnFolder {
@@ -76,4 +74,9 @@ impl OwnFolder {
             .map(|name| with(&self.reach(&name)).map_err(doing(verb, &self.path.join(&name))));
         made.collect()
     }
+}
+
+/// Converts an I/O error: "cannot `verb` `path`".
+pub(crate) fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
+    move |error| Error::io(format!("cannot {verb} {}", path.display()), error)
 }

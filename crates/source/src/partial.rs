@@ -18,7 +18,10 @@ use std::{
 use burgeon_block::{ObjectId, Result};
 use rustix::fs::FlockOperation;
 
-use crate::directory::{Directory, doing, open_own_file};
+use crate::{
+    directory::{Directory, open_own_file},
+    own_folder::doing,
+};
 
 /// The beginning of an object that is not complete yet.
 #[derive(Debug)]

@@ -60,11 +60,12 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 88] = [
+const OTHERS: [&str; 89] = [
     "accelerated",
     "accelerated_units",
     "archives",
     "attributes",
+    "backup",
     "bench",
     "btrfs",
     "build",

@@ -224,8 +224,9 @@ impl Context {
     }
 }
 
-/// Takes the cache's bounds from `config`, and its folder from `given`, the option, or `config`. A daemon does not start
-/// with an option that cannot be used; what only asks the running one does not care.
+/// Takes the cache's bounds from `config`, and its folder from `given`, the option, or `config`. A
+/// daemon does not start with an option that cannot be used; what only asks the running one does
+/// not care.
 fn place_cache(state: &StateDir, given: Option<&Path>, config: &Config) -> Result<()> {
     config.cache.configure();
     let Some(dir) = given.filter(|dir| !dir.as_os_str().is_empty()) else {

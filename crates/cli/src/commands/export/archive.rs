@@ -6,9 +6,9 @@
 //! ```
 //! A record is there only if the ustar header cannot hold its value. Records of GNU tar:
 //! `SCHILY.xattr.*`, `SCHILY.acl.*` with numbers of users and groups, and `GNU.sparse.*` in format
-//! 1.0, whose map is text at the beginning of the data. Records are UTF-8; one of a name that is not
-//! comes after `hdrcharset=BINARY` (POSIX.1-2008, pax), which GNU tar ignores with a warning, and
-//! without which bsdtar fails.
+//! 1.0, whose map is text at the beginning of the data. Records are UTF-8; one of a name that is
+//! not comes after `hdrcharset=BINARY` (POSIX.1-2008, pax), which GNU tar ignores with a warning,
+//! and without which bsdtar fails.
 
 use anyhow::Result;
 use rustix::fs::{FileType, Statx, major, makedev, minor};
