@@ -120,7 +120,7 @@ fn an_upgrade_keeps_the_unit_and_its_mounts() {
     // A reload that would fail says so, and changes nothing.
     let other = Path::new("/var/lib/burgeon/mounts/01234567");
     fs::create_dir(other).unwrap();
-    fs::write(other.join("mount.json"), "{}").unwrap();
+    fs::write(other.join("mount.json"), "{\"format\":999}").unwrap();
     let refused = output("systemctl", &["reload", "burgeon.service"]);
     fs::remove_dir_all(other).unwrap();
     assert!(!refused.status.success(), "a reload that cannot succeed");

@@ -41,7 +41,7 @@ const ROOMS: [(&str, &[&str]); 17] = [
         ],
     ),
     ("read_only", &["id", "host", "state", "ipc"]),
-    ("rehearsal", &["state", "ipc", "start"]),
+    ("rehearsal", &["state", "host", "ipc", "start"]),
     (
         ACTIONS,
         &[
