@@ -8,7 +8,7 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     os::unix::fs::symlink,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
@@ -284,4 +284,20 @@ fn a_cache_that_would_keep_nothing_is_named_before_there_is_a_daemon() {
     host.write("[cache]\nkeep-free = '0'\n");
     let found = host.burgeon.run(&["doctor"]).stdout;
     assert!(!found.contains("keep nothing"), "{found}");
+}
+
+#[test]
+fn metrics_are_those_of_the_configured_state_directory() {
+    let space = Space::new("config-state");
+    let host = Host::new(&space, "");
+    let mounted = host.mount("at", &["--read-only"]);
+    let config = space.path("state.toml");
+    fs::write(&config, format!("state-dir = {:?}\n", host.burgeon.state())).unwrap();
+    let told = |config: &Path| {
+        let mut command = Command::new(PROGRAM);
+        command.args(["metrics", "--config"]).arg(config).env_remove("BURGEON_STATE_DIR");
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    assert!(told(&config).contains("\nburgeon_mounts 1\n"), "{}", told(&config));
+    host.burgeon.umount(mounted);
 }

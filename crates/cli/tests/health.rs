@@ -175,6 +175,22 @@ fn level_and_format_of_the_log_change_while_the_daemon_runs() {
     burgeon.umount(mounted);
 }
 
+/// With it, a process whose memory is at an end may wait for a lock of its own instead of ending.
+#[test]
+fn no_process_of_a_daemon_prints_backtraces() {
+    let space = Space::new("backtrace");
+    let burgeon = Burgeon::new(PROGRAM, &space).env("RUST_BACKTRACE", "1");
+    let (mounted, _) = mounted(&space, &burgeon);
+    let processes = burgeon.processes();
+    assert!(processes.len() >= 3, "supervisor, server and opener: {processes:?}");
+    for id in processes {
+        let environment = fs::read(format!("/proc/{id}/environ")).unwrap();
+        let environment = String::from_utf8_lossy(&environment);
+        assert!(!environment.contains("RUST_BACKTRACE"), "{environment}");
+    }
+    burgeon.umount(mounted);
+}
+
 #[test]
 fn a_socket_that_was_removed_is_made_again() {
     let space = Space::new("socket");

@@ -187,7 +187,7 @@ fn a_program_that_cannot_start_here_replaces_nothing() {
         assert!(said.code != Some(0) && said.stderr.contains("mount.json"), "{said:?}");
         assert_eq!(processes(), before);
     }
-    // What damage has left, and nobody uses, is cleared up.
+    // A damaged leftover that nobody uses is cleared up.
     fs::write(other.join("mount.json"), "{").unwrap();
 
     let said = burgeon.ok(&["upgrade", "--check"]);

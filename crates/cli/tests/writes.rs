@@ -11,7 +11,7 @@ use std::{
 };
 
 use rustix::fs::{FallocateFlags, fallocate};
-use testkit::{Burgeon, Rng, Space, kill, scaled, take_room};
+use testkit::{Burgeon, Mounted, Rng, Space, kill, scaled, take_room};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: &str = "256M";
@@ -270,17 +270,24 @@ fn a_full_host_lets_a_growing_sprout_go_on() {
     drop(disk);
 }
 
+/// An installation whose state directory is in `disk`, and whose store is elsewhere, with the named
+/// writes `w` mounted at `at`.
+fn with_state_on(space: &Space, disk: &Path) -> (Burgeon, Mounted) {
+    let burgeon = Burgeon::with_state(PROGRAM, disk.join("state"));
+    let burgeon = burgeon.option("--store").option(space.path("store"));
+    burgeon.build(&tree(space, "tree", 10), "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    write_synced(&at.join("before"), b"synced");
+    (burgeon, mounted)
+}
+
 #[test]
 fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
     let space = Space::new("no-byte");
     let disk = space.small_disk("disk", 1 << 30);
-    let store = space.path("store");
-    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
-    let burgeon = burgeon.option("--store").option(&store);
-    burgeon.build(&tree(&space, "tree", 10), "sample");
+    let (burgeon, mounted) = with_state_on(&space, disk.path());
     let at = space.path("at");
-    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
-    write_synced(&at.join("before"), b"synced");
     burgeon.umount(mounted);
     let hog = File::create(disk.path().join("hog")).unwrap();
     [1 << 20, 4096, 1].into_iter().for_each(|len| fill(&hog, len));
@@ -311,13 +318,8 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
 fn a_daemon_begins_on_a_disk_without_a_free_block() {
     let space = Space::new("no-inode");
     let disk = space.disk_with(&space.path("disk"), 900 << 20, &["mkfs.xfs", "-q"]);
-    let store = space.path("store");
-    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
-    let burgeon = burgeon.option("--store").option(&store);
-    burgeon.build(&tree(&space, "tree", 10), "sample");
+    let (burgeon, mounted) = with_state_on(&space, disk.path());
     let at = space.path("at");
-    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
-    write_synced(&at.join("before"), b"synced");
     let hog = File::create(disk.path().join("hog")).unwrap();
     [1 << 20, 4096, 1].into_iter().for_each(|len| fill(&hog, len));
     // Inodes that are left over are taken as well.

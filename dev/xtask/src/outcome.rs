@@ -86,7 +86,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// How long to wait for a line; the reason to end what runs then.
+    /// The time to wait for a line, and the reason to end the running program after it.
     fn wait(&self) -> (Duration, String) {
         /// Until what was killed has ended, and the next one has begun.
         const BETWEEN: Duration = Duration::from_millis(200);

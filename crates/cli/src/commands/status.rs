@@ -248,6 +248,16 @@ fn describe_cache(cache: &CacheStatus) -> String {
     format!("{state}{now}{ahead}")
 }
 
+/// The command that checks the image `image` of `store`; `own` is the store without an option.
+fn verification(image: &str, store: &Location, own: &Location) -> String {
+    match store {
+        // The image's name says where it is.
+        Location::Registry(_) => format!("burgeon verify {image}"),
+        store if store == own => format!("burgeon verify {image}"),
+        store => format!("burgeon verify {image} --store {store}"),
+    }
+}
+
 /// Prints every error with its count and remedy.
 fn describe_errors(mount: &MountStatus, own: &Location) {
     let ReadStatus {
@@ -255,13 +265,7 @@ fn describe_errors(mount: &MountStatus, own: &Location) {
     } = mount.reads;
     let cache = mount.cache.as_ref();
     let of_cache = |count: fn(&CacheStatus) -> u64| cache.map_or(0, count);
-    let store = match &mount.store {
-        // The image's name says where it is.
-        Location::Registry(_) => String::new(),
-        store if store == own => String::new(),
-        store => format!(" --store {store}"),
-    };
-    let verify = format!("`burgeon verify {}{store}` says which files", mount.image);
+    let verify = format!("`{}` says which files", verification(&mount.image, &mount.store, own));
     // Files of this host that changed after `map` are in no image.
     let changed = mount.area.as_ref().map_or(0, |area| area.changed_reads);
     let changed = changed.min(source_corrupt_chunks);
@@ -375,5 +379,21 @@ fn latency(latency: &Latency) -> String {
             format!("p50 {}, p90 {}, p99 {}", duration_us(p50), duration_us(p90), duration_us(p99))
         }
         _ => "none measured".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_source::Location;
+
+    use super::verification;
+
+    #[test]
+    fn an_image_is_verified_in_the_store_that_it_is_of() {
+        let [own, other] = ["/own", "/other"].map(|path| Location::parse(path).unwrap());
+        assert_eq!(verification("a:1", &own, &own), "burgeon verify a:1");
+        assert_eq!(verification("a:1", &other, &own), "burgeon verify a:1 --store /other");
+        let bucket = Location::parse("s3://bucket/x").unwrap();
+        assert_eq!(verification("a:1", &bucket, &own), "burgeon verify a:1 --store s3://bucket/x");
     }
 }

@@ -67,12 +67,13 @@ fn check(state: &StateDir, name: &str) -> Finding {
     for (file, digest, len) in files {
         let path = folder.join(file);
         // A damaged file may have become too long to be read. Early records have no length.
-        let is_longer = len > 0 && prepared::len_of(&path) > len;
-        let digested = if is_longer { None } else { Some(prepared::digest_file(&path)) };
-        match digested {
-            Some(Ok((found, _))) if found == digest.0 => {}
-            Some(Err(e)) => return derived(e.to_string()),
-            _ => return derived(format!("{} is damaged", path.display())),
+        if len > 0 && prepared::len_of(&path) > len {
+            return derived(format!("{} is damaged", path.display()));
+        }
+        match prepared::digest_file(&path) {
+            Ok((found, _)) if found == digest.0 => {}
+            Ok(_) => return derived(format!("{} is damaged", path.display())),
+            Err(e) => return derived(e.to_string()),
         }
     }
     let sprout = record.device.clone().unwrap_or_else(|| folder.join("sprout"));

@@ -45,7 +45,7 @@ impl Supervisor {
         });
         let (mut table, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let entry = table.mounts.get_mut(&id).filter(|entry| entry.attach_number == attach);
-        // What it answers does not matter here.
+        // Any answer will do, an error as well.
         entry.and_then(|entry| entry.refreshes.remove(&number).flatten()).map(drop).ok_or_else(died)
     }
 }
