@@ -33,6 +33,7 @@ mod identity_copies;
 pub mod keys;
 mod locks;
 mod log;
+mod log_state;
 mod marks;
 mod mode;
 pub mod policy;

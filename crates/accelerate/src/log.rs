@@ -29,10 +29,11 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
-pub(crate) use crate::dirty_version::DirtyVersion;
+pub(crate) use crate::{dirty_version::DirtyVersion, log_state::Segment};
 use crate::{
     format::Layout,
     keys::Key,
+    log_state::{Outcome, Queued, State},
     record::{BLOCKS_MAX, LogRecord},
     sets::check_of,
 };
@@ -61,20 +62,6 @@ pub(crate) enum WriteBackScope {
     All,
 }
 
-/// A part of the log that is filled and retired as a whole.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Segment {
-    Free,
-    /// Full, or left: its records are numbered from `first` on.
-    Closed {
-        first: u64,
-        /// When its first record was written, in seconds of the caller's clock.
-        born: u64,
-    },
-    /// Free, but a dead process may still write to it.
-    Avoided,
-}
-
 /// The result of recovery.
 pub(crate) struct Recovered {
     pub(crate) map: BTreeMap<Key, DirtyVersion>,
@@ -94,41 +81,6 @@ pub(crate) enum Refused {
     /// No segment is free: retire some.
     Full,
     Failed(Error),
-}
-
-pub(crate) struct State {
-    pub(crate) map: BTreeMap<Key, DirtyVersion>,
-    pub(crate) segments: Vec<Segment>,
-    /// The open segment, its first record, its birth, and its next free block.
-    open: Option<(u32, u64, u64, u32)>,
-    last_opened: u32,
-    next: u64,
-    generation: u64,
-    first: u64,
-    /// All records below this number are durable.
-    durable: u64,
-    queue: VecDeque<Queued>,
-    tickets: u64,
-    done: HashMap<u64, Result<(), Outcome>>,
-    is_writing: bool,
-    avoided: Option<u32>,
-    /// Nothing is appended any more.
-    has_failed: bool,
-    /// A sync failed, so records that were volatile may be lost.
-    has_lost: bool,
-    clock: u64,
-}
-
-struct Queued {
-    ticket: u64,
-    first: Key,
-    bytes: Pages,
-}
-
-#[derive(Clone)]
-enum Outcome {
-    Full,
-    Failed(ErrorKind, String),
 }
 
 /// The log of a cache.
@@ -279,25 +231,10 @@ impl Log {
             state.refuse_all(&Outcome::Failed(ErrorKind::LocalIo, what.to_owned()));
             return state;
         }
-        let size = segment_blocks(&self.layout);
-        let wanted = state.queue.front().map_or(0, |first| first.bytes.bytes().len() / BLOCK);
-        if state.open.is_none_or(|(.., at)| ((size - at) as usize) < wanted + 1) {
-            state.close();
-            let Some(segment) = state.choose() else {
-                state.refuse_all(&Outcome::Full);
-                return state;
-            };
-            drop(state);
-            let opened = heads.open_segment(segment);
-            state = self.state();
-            if let Err(error) = opened {
-                state.refuse_all(&Outcome::Failed(error.kind(), error.to_string()));
-                return state;
-            }
-            state.last_opened = segment;
-            state.open = Some((segment, state.next, state.clock, 0));
-        }
+        state = self.ensure_open(state, heads);
+        // All were refused where there is none.
         let Some((segment, _, _, at)) = state.open else { return state };
+        let size = segment_blocks(&self.layout);
         let batch = state.take_batch((size - at) as usize - 1);
         let place = segment * size + at;
         let blocks = batch.iter().flat_map(|queued| {
@@ -321,39 +258,41 @@ impl Log {
             }
         };
         let mut state = self.state();
-        let taken = record.blocks.len() as u32 + 1;
-        match &outcome {
-            Ok(()) => {
-                for (index, (key, check)) in record.blocks.iter().enumerate() {
-                    let place = place + 1 + index as u32;
-                    let entry = DirtyVersion { number: record.number, place, check: *check };
-                    state.map.insert(*key, entry);
-                }
-                state.next += 1;
-                if let Some((.., at)) = &mut state.open {
-                    *at += taken;
-                }
-            }
-            Err((_, true)) => {
-                state.generation += 1;
-                state.first = record.number;
-                state.close();
-            }
-            Err((_, false)) => {
-                // It may count at the next start, and may not: then the version before it does, so
-                // that must not be retired.
-                state.has_failed = true;
-                for (key, _) in &record.blocks {
-                    let former = state.map.get(key).map_or(record.number, |entry| entry.number);
-                    state.map.insert(*key, DirtyVersion::lost(former));
-                }
-            }
-        }
+        state.note_written(&record, place, &outcome);
         self.used.store(state.map.len() as u64, SeqCst);
         let outcome = outcome.map_err(|(outcome, _)| outcome);
         for queued in &batch {
             state.done.insert(queued.ticket, outcome.clone());
         }
+        state
+    }
+
+    /// Opens a segment with room for the first of the queue, unless there is one. If that fails,
+    /// refuses the whole queue, and none is open.
+    fn ensure_open<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        heads: &impl Heads,
+    ) -> MutexGuard<'a, State> {
+        let size = segment_blocks(&self.layout);
+        let wanted = state.queue.front().map_or(0, |first| first.bytes.bytes().len() / BLOCK);
+        if state.open.is_some_and(|(.., at)| (size - at) as usize > wanted) {
+            return state;
+        }
+        state.close();
+        let Some(segment) = state.choose() else {
+            state.refuse_all(&Outcome::Full);
+            return state;
+        };
+        drop(state);
+        let opened = heads.open_segment(segment);
+        state = self.state();
+        if let Err(error) = opened {
+            state.refuse_all(&Outcome::Failed(error.kind(), error.to_string()));
+            return state;
+        }
+        state.last_opened = segment;
+        state.open = Some((segment, state.next, state.clock, 0));
         state
     }
 
@@ -558,43 +497,5 @@ impl Log {
             all[*at as usize] = if is_avoided { Segment::Avoided } else { Segment::Free };
         }
         self.used.store(state.map.len() as u64, SeqCst);
-    }
-}
-
-impl State {
-    fn refuse_all(&mut self, outcome: &Outcome) {
-        while let Some(queued) = self.queue.pop_front() {
-            self.done.insert(queued.ticket, Err(outcome.clone()));
-        }
-    }
-
-    fn close(&mut self) {
-        if let Some((segment, first, born, _)) = self.open.take() {
-            self.segments[segment as usize] = Segment::Closed { first, born };
-        }
-    }
-
-    /// A free segment, the next after the one that was opened last.
-    fn choose(&self) -> Option<u32> {
-        let count = self.segments.len() as u32;
-        let order = (1..=count).map(|step| (self.last_opened + step) % count);
-        order
-            .into_iter()
-            .find(|at| self.segments[*at as usize] == Segment::Free && self.avoided != Some(*at))
-    }
-
-    /// The first of the queue that fit into `blocks`; at least one.
-    fn take_batch(&mut self, blocks: usize) -> Vec<Queued> {
-        let mut batch = Vec::new();
-        let mut left = blocks.min(BLOCKS_MAX);
-        while let Some(first) = self.queue.front() {
-            let len = first.bytes.bytes().len() / BLOCK;
-            if len > left {
-                break;
-            }
-            left -= len;
-            batch.extend(self.queue.pop_front());
-        }
-        batch
     }
 }

@@ -178,41 +178,29 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.grant_recovered();
     // An orphan may be in the copy that its supervisor made.
     if is_copied || orphan.is_some() {
-        let releaser = Arc::clone(&supervisor);
-        thread::spawn(move || releaser.release_abandoned(is_copied));
+        supervisor.in_thread(move |it| it.release_abandoned(is_copied));
     }
     transport::load_driver();
-    let opener = Arc::clone(&supervisor);
-    thread::spawn(move || opener.monitor_opener());
-    let monitor = Arc::clone(&supervisor);
-    thread::spawn(move || monitor.monitor_server(orphan));
+    supervisor.in_thread(|it| it.monitor_opener());
+    supervisor.in_thread(|it| it.monitor_server(orphan));
     supervisor.reconnect_lost();
     supervisor.hold_the_rest();
-    let own = supervisor.state.store();
-    thread::spawn(move || {
+    supervisor.in_thread(|it| {
         remove_unused_loops();
         // Removes the leftovers of images that are not mounted again.
-        Directory::open(own).iter().for_each(Directory::sweep);
+        Directory::open(it.state.store()).iter().for_each(Directory::sweep);
     });
     recycled_seed::refill(&supervisor.state);
     supervisor.tend_thin();
-    let counter = Arc::clone(&supervisor);
-    thread::spawn(move || counter.count_for_ever());
-    let bounder = Arc::clone(&supervisor);
-    thread::spawn(move || bounder.bound_layers_for_ever());
+    supervisor.in_thread(|it| it.count_for_ever());
+    supervisor.in_thread(|it| it.bound_layers_for_ever());
     match status {
-        Ok(status) => {
-            let teller = Arc::clone(&supervisor);
-            thread::spawn(move || teller.tell_status(&status));
-        }
+        Ok(status) => supervisor.in_thread(move |it| it.tell_status(&status)),
         Err(error) => tracing::warn!(%error, "there are no metrics"),
     }
-    let watcher = Arc::clone(&supervisor);
-    thread::spawn(move || watcher.watch_devices());
-    let ender = Arc::clone(&supervisor);
-    thread::spawn(move || ender.end_when_unreachable(is_copied));
-    let terminator = Arc::clone(&supervisor);
-    thread::spawn(move || terminator.handle_signals(&signals));
+    supervisor.in_thread(|it| it.watch_devices());
+    supervisor.in_thread(move |it| it.end_when_unreachable(is_copied));
+    supervisor.in_thread(move |it| it.handle_signals(&signals));
     tracing::info!(state = %supervisor.state.root().display(), "the daemon is ready");
     say(start::READY);
     close_stdout();
@@ -236,6 +224,12 @@ fn close_stdout() {
 }
 
 impl Supervisor {
+    /// Does `work` in a thread of its own.
+    fn in_thread(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) + Send + 'static) {
+        let this = Arc::clone(self);
+        thread::spawn(move || work(this));
+    }
+
     /// On a termination signal, ends as soon as nothing is mounted any more. A unit of systemd ends
     /// at once and leaves the mounts to the server, which ends with the last of them: a stop of the
     /// unit, or a shutdown, neither unmounts nor waits, and no read fails.

@@ -249,27 +249,7 @@ impl Supervisor {
             plain_of_image,
         };
         *made_of = Some(record.clone());
-        access::keep(&folder, &plan.store, &request.access)?;
-        if let Some(area) = &plan.area {
-            images::keep_access(&self.state, id, area, &request.access)?;
-        }
-        let access = access::kept(&folder)?;
-        self.grant(id, grants::of_mount(&self.state, &record.attach, &access))?;
-        files::publish_json(&folder.join("mount.json"), &record)?;
-        let folders = self.folders_of_server();
-        self.table().folders = folders;
-        let entry = MountEntry::new(record, fuse, Slots::create()?);
-        self.table().add(MountEntry {
-            serving: if channel.is_plain() { Serving::Yes } else { Serving::Awaited },
-            _writes_lock: plan.lock.take(),
-            ..entry
-        });
-        self.await_serving(id)?;
-        let (opener, attach) = self
-            .table()
-            .mounts
-            .get(&id)
-            .map_or((None, 0), |entry| (entry.opener, entry.attach_number));
+        let (opener, attach) = self.have_served(record, request, plan, fuse)?;
         let data = (&channel, opener.unwrap_or_default());
         let is_served = || self.hear_from_server(id, attach);
         let (plumbed, mount) = plumbing::plumb(&self.state, id, data, plan, attributes, is_served)?;
@@ -293,6 +273,37 @@ impl Supervisor {
             notes: plan.notes.clone(),
         };
         Ok((mounted, mount))
+    }
+
+    /// Grants what the mount of `record` needs, writes its record, and waits until the server
+    /// serves it. Returns the process that has opened its ublk device, and the number of the
+    /// `Attach`.
+    fn have_served(
+        &self,
+        record: MountRecord,
+        request: &MountRequest,
+        plan: &mut Plan,
+        fuse: Option<OwnedFd>,
+    ) -> Result<(Option<u32>, u64)> {
+        let id = record.attach.id;
+        let folder = self.state.mount(id);
+        access::keep(&folder, &plan.store, &request.access)?;
+        if let Some(area) = &plan.area {
+            images::keep_access(&self.state, id, area, &request.access)?;
+        }
+        let access = access::kept(&folder)?;
+        self.grant(id, grants::of_mount(&self.state, &record.attach, &access))?;
+        files::publish_json(&folder.join("mount.json"), &record)?;
+        let folders = self.folders_of_server();
+        self.table().folders = folders;
+        // The kernel itself reads a plain file.
+        let serving = if record.plain { Serving::Yes } else { Serving::Awaited };
+        let entry = MountEntry::new(record, fuse, Slots::create()?);
+        self.table().add(MountEntry { serving, _writes_lock: plan.lock.take(), ..entry });
+        self.await_serving(id)?;
+        let table = self.table();
+        let entry = table.mounts.get(&id);
+        Ok(entry.map_or((None, 0), |entry| (entry.opener, entry.attach_number)))
     }
 
     /// All that the server needs to know of a planned mount.
