@@ -22,6 +22,7 @@ const OPTIMAL_IO: u32 = 64 << 10;
 
 /// A slow device behind a cache, for a transport.
 pub(crate) struct Served {
+    pub(crate) name: String,
     pub(crate) cached: Arc<CachedDevice<Disk, Disk>>,
     pub(crate) cells: Arc<SharedCells>,
 }
@@ -37,6 +38,10 @@ impl Served {
 }
 
 impl BlockDevice for Served {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
     fn shape(&self) -> Shape {
         let slow = self.cached.slow();
         Shape {

@@ -187,7 +187,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
-        let served = Arc::new(Served { cached: cached.clone(), cells: cells.clone() });
+        let name = device.name.clone();
+        let served = Arc::new(Served { name, cached: cached.clone(), cells: cells.clone() });
         let server = serve_writable(fuse, slots.clone(), served, &options)?;
         let ended = Arc::new(AtomicBool::new(false));
         let (ending, flag) = (server.ended(), ended.clone());

@@ -115,6 +115,11 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// The device's parameters for the kernel.
     fn shape(&self) -> Shape;
 
+    /// Its name in events of the log: the mount's.
+    fn name(&self) -> &str {
+        ""
+    }
+
     /// Reads local data. Never waits for I/O or allocates; the first read of a chunk may take a
     /// short lock.
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now>;

@@ -365,7 +365,9 @@ impl Serving {
                 }
                 ToServer::HelperSaid { number, said } => self.helpers.answered(number, said),
                 ToServer::Stop => return Ok(Parting::Stop),
-                ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
+                ToServer::Unknown => {
+                    tracing::warn!(own = VERSION, "ignoring a message of a later supervisor");
+                }
             }
         }
     }
@@ -489,8 +491,8 @@ impl Serving {
     }
 
     fn hand_over(&self, stream: &UnixStream) -> Result<()> {
-        if !self.tasks.wait_until_idle(TASKS_PATIENCE) {
-            tracing::warn!("a new supervisor takes over, and a mount is still being attached");
+        for mount in self.tasks.wait_until_idle(TASKS_PATIENCE) {
+            tracing::warn!(%mount, "a new supervisor takes over while the mount is being attached");
         }
         self.channels(|attach, fuse, slots| {
             let message = FromServer::Serving(attach.clone());

@@ -172,8 +172,12 @@ pub(crate) enum Handled {
 
 /// The errno of a request whose device has panicked.
 #[cold]
-fn panicked(request: Request) -> i32 {
-    tracing::error!(?request, "the code of the device panicked: the request gets an I/O error");
+fn panicked(mount: &str, request: Request) -> i32 {
+    tracing::error!(
+        mount,
+        ?request,
+        "the code of the device panicked: the request gets an I/O error"
+    );
     libc::EIO
 }
 
@@ -352,7 +356,10 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         let at = read.at + read.done as u64;
         let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(at, rest)));
         tried
-            .map_err(|_panic| panicked(Request::Read { at, len: read.len - read.done }))?
+            .map_err(|_panic| {
+                let len = read.len - read.done;
+                panicked(self.device.name(), Request::Read { at, len })
+            })?
             .map_err(|error| error.errno())
     }
 
@@ -412,7 +419,7 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
             Ok(Verdict::AskAgain) => read.doubts += 1,
             Err(_panic) => {
                 let len = into.len();
-                return Next::Fail(panicked(Request::Read { at, len }));
+                return Next::Fail(panicked(self.device.name(), Request::Read { at, len }));
             }
         }
         if read.done == read.len { Next::Hit(read) } else { Next::Ask(read) }

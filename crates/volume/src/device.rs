@@ -31,6 +31,8 @@ use crate::{
 pub struct LazyDevice<S, F, C = Arc<Counters>> {
     volume: Arc<Volume<S, F>>,
     counters: C,
+    /// In events of the log.
+    name: String,
     size: u64,
     superblocks: Vec<(u64, Box<[u8; BLOCK_SIZE as usize]>)>,
     area: Option<Area<S, F>>,
@@ -85,6 +87,7 @@ where
             volume,
             budget: Budget::new(counters.clone(), u64::MAX),
             counters,
+            name: String::new(),
             size,
             superblocks,
             area: None,
@@ -92,6 +95,12 @@ where
             log: ReadLog::default(),
             waits: Waits::default(),
         })
+    }
+
+    /// The same with a name for events of the log: the mount's.
+    pub fn named(mut self, name: String) -> Self {
+        self.name = name;
+        self
     }
 
     /// The same with `area` from `start` on. `Invalid` if it does not fit there.
@@ -308,6 +317,10 @@ where
 {
     fn shape(&self) -> Shape {
         Shape::read_only(self.size)
+    }
+
+    fn name(&self) -> &str {
+        &self.name
     }
 
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {

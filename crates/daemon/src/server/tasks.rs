@@ -57,19 +57,19 @@ impl<K: Copy + Eq + Hash, J> Tasks<K, J> {
         next
     }
 
-    /// Waits until no mount has a task; false if one still has after `limit`.
-    pub(super) fn wait_until_idle(&self, limit: Duration) -> bool {
+    /// Waits until no mount has a task; returns those that still have one after `limit`.
+    pub(super) fn wait_until_idle(&self, limit: Duration) -> Vec<K> {
         let deadline = Instant::now() + limit;
         let mut queues = self.queues();
         while !queues.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return false;
+                break;
             }
             let waited = self.ended.wait_timeout(queues, left);
             queues = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        queues.keys().copied().collect()
     }
 
     fn queues(&self) -> MutexGuard<'_, HashMap<K, VecDeque<J>>> {

@@ -187,7 +187,8 @@ impl Serving {
         }
         let counters = SharedCounters(Arc::clone(slots));
         let mut device =
-            LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
+            LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?
+                .named(attach.id.to_string());
         if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
             let area = self.area(attach, access, folder, range.len())?;
             device = device.with_area(range.start(), area)?;

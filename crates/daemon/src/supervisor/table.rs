@@ -430,7 +430,9 @@ impl Table {
                 self.send(&ToServer::HelperSaid { number, said });
             }
             FromServer::Serving(_) | FromServer::Adopted { .. } => {}
-            FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),
+            FromServer::Unknown => {
+                tracing::warn!(own = VERSION, "ignoring a message of a later server");
+            }
         }
         None
     }

@@ -39,7 +39,7 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         let result = tokio::select! {
             biased;
             () = self.life.cancelled() => return,
-            result = caught(request, self.fetch(&read, parked)) => result,
+            result = caught((self.device.name(), request), self.fetch(&read, parked)) => result,
         };
         let counters = self.counters();
         if result.is_ok() {
@@ -79,7 +79,7 @@ impl<D: BlockDevice, A: Changes<D>> Engine<D, A> {
         let result = tokio::select! {
             biased;
             () = self.life.cancelled() => return,
-            result = caught(request, self.apply(request, parked)) => result,
+            result = caught((self.device.name(), request), self.apply(request, parked)) => result,
         };
         task.answer(match (result, request) {
             (Ok(()), Request::Write { len, .. }) => Answer::Written(len),
@@ -143,14 +143,14 @@ impl<P: Parked> Task<P> {
 
 /// Runs `future` for `request`; a panic in it is EIO.
 async fn caught<T>(
-    request: Request,
+    (mount, request): (&str, Request),
     future: impl Future<Output = Result<T, i32>>,
 ) -> Result<T, i32> {
     let mut future = pin!(future);
     std::future::poll_fn(|context| {
         let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
         // It is not polled again after a panic, because this is ready then.
-        polled.unwrap_or_else(|_panic| Poll::Ready(Err(panicked(request))))
+        polled.unwrap_or_else(|_panic| Poll::Ready(Err(panicked(mount, request))))
     })
     .await
 }

@@ -92,6 +92,10 @@ impl Fake {
 }
 
 impl BlockDevice for Fake {
+    fn name(&self) -> &str {
+        "0a1b2c3d"
+    }
+
     fn shape(&self) -> Shape {
         self.shape
     }
@@ -381,7 +385,7 @@ fn errors_and_panics_reach_the_reader_as_an_errno() {
     }
     let said = events.take();
     let told = "ERROR the code of the device panicked: the request gets an I/O error \
-                request=Read { at: 0, len: 4096 }";
+                mount=\"0a1b2c3d\" request=Read { at: 0, len: 4096 }";
     assert_eq!(said, [told]);
     let rig2 = Rig::<Writable>::new(Fake { panics: true, ..Fake::new() });
     assert_eq!(rig2.read(0, 1), Handled::Parked);

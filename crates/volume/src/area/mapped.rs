@@ -20,6 +20,8 @@ type Open<F, L> = Box<dyn Fn() -> Result<Mapped<F, L>> + Send + Sync>;
 
 /// Both files, as soon as they can be used.
 pub(super) struct MappedSlot<F, L> {
+    /// The area's name in events of the log.
+    name: String,
     size: u64,
     mapped: OnceLock<Mapped<F, L>>,
     /// Tries to open it; `None` if it is open.
@@ -31,8 +33,9 @@ pub(super) struct MappedSlot<F, L> {
 impl<F, L: LogFile> MappedSlot<F, L> {
     /// The files of an area of `size` bytes; if they cannot be opened now, [`Self::refresh`]
     /// tries again.
-    pub(super) fn open(size: u64, open: Open<F, L>) -> Self {
+    pub(super) fn open(name: String, size: u64, open: Open<F, L>) -> Self {
         let slot = Self {
+            name,
             size,
             mapped: OnceLock::new(),
             open: Some(open),
@@ -46,6 +49,7 @@ impl<F, L: LogFile> MappedSlot<F, L> {
     /// Files that are open.
     pub(super) fn of(mapped: Mapped<F, L>) -> Self {
         Self {
+            name: String::new(),
             size: mapped.map.size(),
             mapped: mapped.into(),
             open: None,
@@ -73,9 +77,18 @@ impl<F, L: LogFile> MappedSlot<F, L> {
         let mut known = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
         // It is tried again at each new mapping: only a change is an event.
         if let Some(error) = problem.as_deref().filter(|_| problem != *known) {
-            tracing::error!(size = self.size, error, "mapped content cannot be read");
+            tracing::error!(
+                area = self.name,
+                size = self.size,
+                error,
+                "mapped content cannot be read"
+            );
         }
         *known = problem;
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     pub(super) fn size(&self) -> u64 {

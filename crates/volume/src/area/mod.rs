@@ -125,13 +125,14 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> VirtualArea<S, F> {
         limits: Limits,
     ) -> Arc<Self> {
         let folder = folder.to_owned();
+        let name = folder.display().to_string();
         let open = move || {
             let map = ExtentMap::open(&folder)?;
             // Sparse: 8 bytes for a block that was read.
             let recorded = open_checksums(CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
             Ok(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) })
         };
-        let mapped = MappedSlot::open(size, Box::new(open));
+        let mapped = MappedSlot::open(name, size, Box::new(open));
         Self::over(mapped, source, open_image, limits)
     }
 }
@@ -320,7 +321,7 @@ where
                     ErrorKind::Corrupt,
                     format!("the extent of the map at {at} is impossible"),
                 );
-                tracing::error!(%range, %error, "readers get an I/O error");
+                tracing::error!(area = self.mapped.name(), %range, %error, "readers get an I/O error");
                 Err(error)
             }
         }
