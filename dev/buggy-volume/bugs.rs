@@ -279,12 +279,12 @@ pub const BUGS: &[Bug] = &[
             ),
             (
                 "fetch/chunk.rs",
-                "let (result, turn) = self.fetch_unless_cached(index, deadline, &mut cost).await;\n        drop",
+                "let (result, turn) = self.fetch_unless_cached(index, claim, deadline, &mut cost).await;\n        drop",
                 "let gone = in_flight.gone.clone();
                 let (result, turn) = tokio::select! {
                     biased;
                     () = gone.notified(), if BUG => return,
-                    result = self.fetch_unless_cached(index, deadline, &mut cost) => result,
+                    result = self.fetch_unless_cached(index, claim, deadline, &mut cost) => result,
                 };\n        drop",
             ),
         ],

@@ -15,8 +15,9 @@
 //! (`cached.rs`), an object that is never cached (`through.rs`), and what begins such work
 //! (`background/`: profile, read-ahead, fill, requests). Those files keep no state of their own.
 //!
-//! Invariant: residency is asked once outside the single-flight table's lock, by `try_read`, and
-//! once inside it.
+//! Invariant: a miss asks for residency once outside the single-flight table's lock, in `try_read`,
+//! and once inside it (`tests/shared_keys.rs`). Only a chunk that the cache may hold all the same,
+//! because another image was fetching it or its bytes were wrong, is looked for again.
 
 use std::{collections::VecDeque, os::fd::BorrowedFd, sync::Arc};
 

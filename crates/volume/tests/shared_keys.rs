@@ -68,6 +68,18 @@ async fn a_chunk_that_another_image_fetches_now_is_not_fetched_again() {
     assert_eq!((other.counters.fetches.get(), other.counters.misses.get()), (0, 1));
 }
 
+#[tokio::test]
+async fn a_miss_asks_for_residency_once_outside_the_lock_and_once_under_it() {
+    let (dir, store, image) =
+        (tempfile::tempdir().unwrap(), MemoryStore::new(16 << 20), common::image(1));
+    let source = Source::of(&image);
+    let volume = open(&dir, &image, &source, public(&store), Limits::default());
+    volume.stop_reading_ahead();
+    let (range, counters) = (image.map.chunk(0).range, Counters::default());
+    common::read(&volume, &image, range, &counters).await.unwrap();
+    assert_eq!((store.finds(), source.reads()), (2, 1));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_fetch_that_fails_or_hangs_elsewhere_is_tried_with_ones_own_store() {
     for fault in [Fault::NotFound, Fault::WrongByte, Fault::Stall, Fault::Panic] {

@@ -40,6 +40,7 @@ struct Inner {
     fault: Option<Fault>,
     admitted: u64,
     evicted: u64,
+    finds: u64,
 }
 
 /// A bounded chunk store in memory, for tests. It locks and allocates everywhere.
@@ -50,6 +51,11 @@ impl MemoryStore {
     /// A store of at most `limit` bytes that evicts by CLOCK.
     pub fn new(limit: u64) -> Self {
         Self::with_policy(limit, Box::new(Clock::default()))
+    }
+
+    /// How often a chunk was looked for.
+    pub fn finds(&self) -> u64 {
+        self.lock().finds
     }
 
     /// The same with another policy.
@@ -67,6 +73,7 @@ impl MemoryStore {
             fault: None,
             admitted: 0,
             evicted: 0,
+            finds: 0,
         })))
     }
 
@@ -212,6 +219,7 @@ impl Drop for Release {
 impl ChunkStore for MemoryStore {
     fn find(&self, key: &ChunkKey) -> Option<Place> {
         let mut inner = self.lock();
+        inner.finds += 1;
         let place = inner.places.get(key).copied();
         if place.is_none() {
             inner.policy.missed(hash(key), 0);

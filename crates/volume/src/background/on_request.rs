@@ -28,7 +28,7 @@ where
             }
             let Some(permits) = self.engine.try_background_permits(None) else { break };
             if let Some(begun) = self.begin_new(index, permits) {
-                self.start(index, begun, Why::Prefetch);
+                self.start(index, begun, Why::Prefetch, false);
                 started += 1;
             }
         }

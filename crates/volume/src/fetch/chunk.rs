@@ -1,9 +1,9 @@
 //! The fetch of one chunk of an image: from the source to the readers, and into residency.
 //!
 //! ```text
-//!   fetch_task ──► another image's fetch? in the cache after all? ──► ask: source ──► verify
-//!       │ begins to read ahead    (shared_keys.rs, cached.rs)                           │
-//!       └──────────── keep: checksums, residency ◄── readers ◄── publish ◄──────────────┘
+//!   start, fetch_task ──► another image's fetch? then in the cache? ──► ask: source ──► verify
+//!       │ begins to read ahead    (shared_keys.rs, cached.rs)                             │
+//!       └──────────── keep: checksums, residency ◄── readers ◄── publish ◄────────────────┘
 //! ```
 //!
 //! Invariants: readers never wait for the cache write; the fetch ends after the chunk is found in
@@ -24,7 +24,7 @@ use super::{
     permits::{BackgroundPermit, Permits},
     read_object,
     retry::Question,
-    shared_keys::Turn,
+    shared_keys::{Claim, Turn},
 };
 use crate::{Volume, verify::check_blocks};
 
@@ -43,7 +43,7 @@ where
         wrong: bool,
     ) -> Result<Joined<()>> {
         let resident = || (!wrong && self.residency.has(index)).then_some(());
-        let start = |begun| self.start(index, begun, Why::Read);
+        let start = |begun| self.start(index, begun, Why::Read, wrong);
         let key = index.into();
         if patient {
             return self.engine.join_or_start_patiently(key, arrived, resident, start).await;
@@ -64,7 +64,9 @@ where
             Why::Read | Why::Prefetch => self.residency.has(index),
         };
         let resident = || is_there().then_some(());
-        let start = |begun| self.start(index, begun, why);
+        // It may be in memory, which does not last.
+        let may_be_there = matches!(why, Why::Fill | Why::Pin);
+        let start = |begun| self.start(index, begun, why, may_be_there);
         self.engine.join_or_start_in_background(index.into(), permit, resident, start).await
     }
 
@@ -74,12 +76,23 @@ where
         self.engine.begin_new(index.into(), permits, resident)
     }
 
-    pub(crate) fn start(self: &Arc<Self>, index: u32, begun: Begun, why: Why) {
-        tokio::spawn(Arc::clone(self).fetch_task(index, begun, why));
+    /// Starts the task of a fetch that has just begun. `may_be_cached` if the cache may hold the
+    /// chunk all the same: its bytes were wrong, or do not last.
+    pub(crate) fn start(self: &Arc<Self>, index: u32, begun: Begun, why: Why, may_be_cached: bool) {
+        // Not in the task, which may run much later: another image's fetch that ends in between
+        // would go unseen, and the chunk be fetched twice.
+        let claim = self.claim(index);
+        tokio::spawn(Arc::clone(self).fetch_task(index, begun, why, (claim, may_be_cached)));
     }
 
     /// Fetches one chunk; readers are answered as soon as its bytes are verified.
-    pub(crate) async fn fetch_task(self: Arc<Self>, index: u32, begun: Begun, why: Why) {
+    pub(super) async fn fetch_task(
+        self: Arc<Self>,
+        index: u32,
+        begun: Begun,
+        why: Why,
+        claim: (Option<Claim>, bool),
+    ) {
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost::default();
         let of_a_reader =
@@ -87,16 +100,17 @@ where
         if of_a_reader.is_some() {
             self.read_ahead(index);
         }
-        let (result, turn) = self.fetch_unless_cached(index, deadline, &mut cost).await;
+        let (result, turn) = self.fetch_unless_cached(index, claim, deadline, &mut cost).await;
         drop(of_a_reader);
         self.finish(index, in_flight, permits, (result, why), cost).await;
         // Only now do other images find it in the cache.
         drop(turn);
     }
 
-    /// The right to fetch a chunk alone, if no other image fetches it now.
-    pub(super) fn turn(&self, index: u32) -> Option<Turn> {
-        self.limits.shared_keys.begin(self.residency.own_key(index)?).ok()
+    /// The right to fetch a chunk alone, or the fetch of another image; `None` if the chunk has no
+    /// key.
+    pub(super) fn claim(&self, index: u32) -> Option<Claim> {
+        Some(self.limits.shared_keys.begin(self.residency.own_key(index)?))
     }
 
     /// The verified bytes of a chunk, from the cache if they are right there, and the right to
@@ -104,18 +118,24 @@ where
     async fn fetch_unless_cached(
         self: &Arc<Self>,
         index: u32,
+        (claim, mut may_be_cached): (Option<Claim>, bool),
         deadline: Instant,
         cost: &mut Cost,
     ) -> (Result<Pages>, Option<Turn>) {
-        let mut turn = None;
-        if let Some(key) = self.residency.own_key(index) {
-            match self.limits.shared_keys.begin(key) {
-                Ok(own) => turn = Some(own),
-                Err(other) => other.ended(deadline).await,
+        let turn = match claim {
+            Some(Ok(own)) => Some(own),
+            Some(Err(other)) => {
+                other.ended(deadline).await;
+                may_be_cached = true;
+                None
             }
-        }
-        // Only now: what others were fetching is in the cache.
-        let cached = self.from_cache(index, cost).await;
+            None => None,
+        };
+        let cached = match may_be_cached {
+            true => self.from_cache(index, cost).await,
+            // Residency was asked when this fetch began.
+            false => Cached::Absent,
+        };
         (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)
     }
 

@@ -61,7 +61,7 @@ where
         let Some((chunk, range)) = self.stored_run(&run) else { return true };
         let to_fetch = self.bytes_to_fetch(&run);
         // Chunks that another image fetches now are fetched twice: a run is one request.
-        let turns: Vec<_> = run.iter().map(|chunk| self.turn(chunk.index)).collect();
+        let turns: Vec<_> = run.iter().map(|chunk| self.claim(chunk.index)?.ok()).collect();
         let deadline = self.engine.outage.deadline(Instant::now());
         let asking = read_object(&self.source, self.map.object(chunk.object), range);
         let mut cost = Cost::default();
@@ -95,9 +95,9 @@ where
         stored: Option<Bytes>,
     ) {
         let Some(stored) = stored else {
-            // It takes its turn again.
-            drop(turn);
-            return self.fetch_task(index, begun, Why::Prefetch).await;
+            // Another image may have begun to fetch it meanwhile.
+            let claim = turn.map(Ok).or_else(|| self.claim(index));
+            return self.fetch_task(index, begun, Why::Prefetch, (claim, false)).await;
         };
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };

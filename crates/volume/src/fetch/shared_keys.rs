@@ -43,6 +43,9 @@ pub(crate) struct Turn {
     _end: watch::Sender<()>,
 }
 
+/// The result of asking for a key.
+pub(crate) type Claim = Result<Turn, Other>;
+
 /// The end of another image's fetch.
 pub(crate) struct Other(watch::Receiver<()>);
 
@@ -52,7 +55,7 @@ impl SharedKeys {
     }
 
     /// Takes `key`, or says who has it.
-    pub(crate) fn begin(&self, key: ChunkKey) -> Result<Turn, Other> {
+    pub(crate) fn begin(&self, key: ChunkKey) -> Claim {
         let mut keys = self.guard();
         if let Some(other) = keys.get(&key) {
             return Err(Other(other.clone()));
