@@ -192,7 +192,11 @@ impl Blobs {
         let Some(place) = &layer.toc else { return Ok(None) };
         match toc::fetch(self, layer, place).and_then(|stored| toc::read(layer, place, &stored)) {
             Ok(toc) => Ok(Some(toc)),
-            Err(error) if error.kind() == ErrorKind::Corrupt => Ok(None),
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                let object = layer.digest.to_string();
+                tracing::warn!(object, %error, "the layer's table of contents is not used");
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }

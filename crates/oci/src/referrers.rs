@@ -137,14 +137,20 @@ fn tagged(blobs: &Blobs, image: &OciDigest) -> Result<Vec<Value>> {
 
 /// The digests of the referrers of `image` of type `kind`; empty if they cannot be listed.
 pub(crate) fn find(blobs: &Blobs, image: &OciDigest, kind: &str) -> Vec<OciDigest> {
-    match blobs.referrers(image, kind) {
-        Ok(Some(pages)) => digests_on(pages.iter().map(|page| &page[..]), kind),
-        Ok(None) => match blobs.document(&Selector::Tag(referrers_tag(image))) {
-            Ok((list, _)) => digests_on([&list[..]], kind),
-            Err(_) => Vec::new(),
-        },
-        Err(_) => Vec::new(),
-    }
+    let listed = match blobs.referrers(image, kind) {
+        Ok(Some(pages)) => Ok(digests_on(pages.iter().map(|page| &page[..]), kind)),
+        Ok(None) => blobs
+            .document(&Selector::Tag(referrers_tag(image)))
+            .map(|(list, _)| digests_on([&list[..]], kind)),
+        Err(error) => Err(error),
+    };
+    listed.unwrap_or_else(|error| {
+        // Most images have none.
+        if error.kind() != ErrorKind::NotFound {
+            tracing::warn!(object = %image, %error, "the referrers of the image cannot be listed");
+        }
+        Vec::new()
+    })
 }
 
 /// The digests of the referrers of type `kind` on the pages of a list.

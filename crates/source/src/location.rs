@@ -126,6 +126,11 @@ impl RemoteUrl {
         self.url.authority()
     }
 
+    /// True if it is read without TLS.
+    pub(crate) fn is_plain_http(&self) -> bool {
+        self.url.scheme() == "http"
+    }
+
     /// Errors never show the URL: it may hold a password or a token.
     fn parse(scheme: Scheme, text: &str) -> Result<Self> {
         let mut url = Url::parse(text)

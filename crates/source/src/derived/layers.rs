@@ -5,6 +5,7 @@ use std::{
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
 
 use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
@@ -18,6 +19,9 @@ use crate::{
 
 /// Longest origin, in bytes.
 pub(super) const ORIGIN_MAX: u64 = 8 << 10;
+
+/// A failed read of a stored layer was told: on a bad disk, each one would be an event.
+static TOLD: AtomicBool = AtomicBool::new(false);
 
 /// A place that has layers, named by their digests.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -102,7 +106,20 @@ impl Blobs {
     ) -> Result<Option<Bytes>> {
         let Some(stored) = &self.stored else { return Ok(None) };
         let path = stored.path_of(&layer_object(digest)?);
-        let read = move |_: &Path, opened| Ok(read(opened, range).ok());
+        let failed = move |path: &Path, error: &io::Error| {
+            let path = path.display();
+            match TOLD.swap(true, Relaxed) {
+                false => tracing::warn!(%path, %range, %error, "stored layers are fetched again"),
+                true => tracing::debug!(%path, %range, %error, "a stored layer is fetched again"),
+            }
+        };
+        let read = move |path: &Path, opened| {
+            let bytes = read(opened, range).inspect_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => {}
+                _ => failed(path, error),
+            });
+            Ok(bytes.ok())
+        };
         with_opened(path, Manner::Stored, read).await
     }
 

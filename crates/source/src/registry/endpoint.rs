@@ -17,6 +17,7 @@ use super::{
     Name,
     hosts::{Host, Hosts},
     login::Logins,
+    resource::Resource,
     token::Operation,
 };
 use crate::{Access, Traffic, web};
@@ -127,14 +128,13 @@ impl Endpoint {
         })
     }
 
-    /// True if this host may answer for `path` of the repository: a tag is resolved, all else is
-    /// pulled by its digest.
-    pub(super) fn may_answer(&self, path: &str) -> bool {
-        let by_digest = path.starts_with("blobs/") || path.contains(':');
-        match path.starts_with("referrers/") {
-            true => self.resolve || self.referrers,
-            false if by_digest => self.pull,
-            false => self.resolve,
+    /// True if this host may answer for `resource`: a tag is resolved, and what is verified by its
+    /// digest is pulled.
+    pub(super) fn may_answer(&self, resource: &Resource) -> bool {
+        match resource {
+            Resource::Tag(_) => self.resolve,
+            Resource::Manifest(_) | Resource::Blob(_) | Resource::Uploads => self.pull,
+            Resource::Referrers(_) => self.resolve || self.referrers,
         }
     }
 

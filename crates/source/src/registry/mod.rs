@@ -22,6 +22,7 @@ mod login;
 mod name;
 mod plugins;
 mod providers;
+mod resource;
 mod token;
 mod upload;
 
@@ -56,6 +57,7 @@ pub use self::{
 };
 use self::{
     endpoint::{Endpoint, Waiting},
+    resource::Resource,
     token::Operation,
 };
 use crate::{
@@ -137,7 +139,7 @@ impl Registry {
 
     /// Fetches the document tagged `tag` in this repository, as [`Self::document`] does.
     pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, OciDigest)> {
-        waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
+        waiting(self.fetch_named(&Resource::Tag(tag.to_owned()), None, web::RETRIES))
     }
 
     /// Lists the referrers of the image `digest` with artifact type `kind` through the registry's
@@ -145,13 +147,12 @@ impl Registry {
     /// `None` if the registry has no such list. The list may include other types: not every
     /// registry filters.
     pub fn referrers(&self, digest: &OciDigest, kind: &str) -> Result<Option<Vec<Bytes>>> {
-        let (mut pages, mut next) =
-            (Vec::new(), Some(format!("referrers/{digest}?artifactType={kind}")));
-        while let Some(path) = next.take().filter(|_| pages.len() < PAGES_MAX) {
-            match waiting(self.fetch_whole(&path, web::RETRIES)) {
+        let (mut pages, mut next) = (Vec::new(), Some(Resource::referrers(digest, kind)));
+        while let Some(page) = next.take().filter(|_| pages.len() < PAGES_MAX) {
+            match waiting(self.fetch_whole(&page, web::RETRIES)) {
                 Ok((bytes, headers, _)) => {
                     pages.push(bytes);
-                    next = self.next_page(&headers).filter(|next| *next != path);
+                    next = self.next_page(&headers).filter(|next| *next != page);
                 }
                 // A partial list may suffice.
                 Err(_) if !pages.is_empty() => break,
@@ -171,16 +172,16 @@ impl Registry {
         retries: u32,
     ) -> Result<(Vec<u8>, OciDigest)> {
         let wanted = digest.or(self.0.name.digest());
-        let path = match wanted {
-            Some(digest) => format!("manifests/{digest}"),
-            None => format!("manifests/{}", self.0.name.tag()),
+        let resource = match wanted {
+            Some(digest) => Resource::Manifest(digest.clone()),
+            None => Resource::Tag(self.0.name.tag().to_owned()),
         };
-        self.fetch_named(&path, wanted, retries).await
+        self.fetch_named(&resource, wanted, retries).await
     }
 
     async fn fetch_named(
         &self,
-        path: &str,
+        resource: &Resource,
         wanted: Option<&OciDigest>,
         retries: u32,
     ) -> Result<(Vec<u8>, OciDigest)> {
@@ -188,11 +189,11 @@ impl Registry {
         let mut others = self.0.endpoints.len();
         loop {
             let (bytes, _, host) = match by {
-                None => self.fetch_whole(path, retries).await?,
+                None => self.fetch_whole(resource, retries).await?,
                 Some(by) => {
-                    timeout_at(by, self.fetch_whole(path, retries)).await.map_err(|_| {
+                    timeout_at(by, self.fetch_whole(resource, retries)).await.map_err(|_| {
                         let what =
-                            format!("cannot read {path} of {}: no answer in time", self.0.name);
+                            format!("cannot read {resource} of {}: no answer in time", self.0.name);
                         Error::new(ErrorKind::Unavailable, what)
                     })??
                 }
@@ -204,7 +205,7 @@ impl Registry {
                 Some(wanted) if *wanted != digest && others > 0 => host.rest(),
                 Some(wanted) if *wanted != digest => {
                     let why = format!("the registry gave {digest} instead");
-                    let what = format!("cannot read {path} of {}: {why}", self.0.name);
+                    let what = format!("cannot read {resource} of {}: {why}", self.0.name);
                     return Err(Error::new(ErrorKind::Corrupt, what));
                 }
                 _ => return Ok((bytes.into(), digest)),
@@ -212,14 +213,18 @@ impl Registry {
         }
     }
 
-    /// Fetches `path` of the repository, with the headers of the answer and the host that gave it.
-    async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap, &Endpoint)> {
-        let what = format!("read {path} of {}", self.0.name);
+    /// Fetches `resource`, with the headers of the answer and the host that gave it.
+    async fn fetch_whole(
+        &self,
+        resource: &Resource,
+        retries: u32,
+    ) -> Result<(Bytes, HeaderMap, &Endpoint)> {
+        let what = format!("read {resource} of {}", self.0.name);
         let (mut tries, mut silent) = (web::Tries::new(retries), 0);
         // Documents are short: one that breaks off is fetched again from its beginning.
         loop {
             let accepting = |request: RequestBuilder| request.header(ACCEPT, MANIFESTS);
-            let asked = self.ask_hosts(&what, Method::GET, path, retries, accepting).await?;
+            let asked = self.ask_hosts(&what, Method::GET, resource, retries, accepting).await?;
             let (host, answer) = asked;
             let headers = answer.headers().clone();
             match gather(answer, DOCUMENT_MAX).await {
@@ -245,10 +250,10 @@ impl Registry {
     ///
     /// Errors: `Unavailable` also if the registry answers only with the whole blob.
     pub fn blob(&self, digest: &OciDigest, offset: u64) -> Result<impl Read + Send + use<>> {
-        let (this, path) = (self.clone(), format!("blobs/{digest}"));
-        let what = format!("read {path} of {}", self.0.name);
+        let (this, blob) = (self.clone(), Resource::Blob(digest.clone()));
+        let what = format!("read {blob} of {}", self.0.name);
         web::Body::starting(what.clone(), offset, BLOB_MAX, move |offset| {
-            waiting(this.get(&what, &path, web::RETRIES, |request| web::from(request, offset)))
+            waiting(this.get(&what, &blob, web::RETRIES, |request| web::from(request, offset)))
         })
     }
 
@@ -272,10 +277,10 @@ impl Registry {
         let failed = |kind, why: String| Err(Error::new(kind, format!("cannot {what}: {why}")));
         let asked = range.start()..range.end();
         let header = format!("bytes={}-{}", asked.start, asked.end - 1);
-        let path = format!("blobs/{digest}");
+        let blob = Resource::Blob(digest.clone());
         let change = |request: RequestBuilder| request.header(ACCEPT, MANIFESTS);
         let change = |request: RequestBuilder| change(request).header(RANGE, &header);
-        let (host, answer) = self.ask_hosts(&what, Method::GET, &path, 0, change).await?;
+        let (host, answer) = self.ask_hosts(&what, Method::GET, &blob, 0, change).await?;
         let traffic = &self.0.traffic;
         if let Err(wrong) = check_range(answer.status().as_u16(), answer.headers(), asked) {
             traffic.lies.fetch_add(1, Relaxed);
@@ -305,29 +310,29 @@ impl Registry {
         }
     }
 
-    /// Sends a GET for `path` of the repository.
+    /// Sends a GET for `resource`.
     async fn get(
         &self,
         what: &str,
-        path: &str,
+        resource: &Resource,
         retries: u32,
         change: impl Fn(RequestBuilder) -> RequestBuilder,
     ) -> Result<Response> {
         let change = |request: RequestBuilder| change(request.header(ACCEPT, MANIFESTS));
-        self.ask(what, Method::GET, path, retries, change).await
+        self.ask(what, Method::GET, resource, retries, change).await
     }
 
-    /// Sends a request for `path` of the repository and returns the answer if it is a success.
+    /// Sends a request for `resource` and returns the answer if it is a success.
     /// Logs in if needed.
     async fn ask(
         &self,
         what: &str,
         method: Method,
-        path: &str,
+        resource: &Resource,
         retries: u32,
         change: impl Fn(RequestBuilder) -> RequestBuilder,
     ) -> Result<Response> {
-        Ok(self.ask_hosts(what, method, path, retries, change).await?.1)
+        Ok(self.ask_hosts(what, method, resource, retries, change).await?.1)
     }
 
     /// [`Self::ask`], with the host that has answered.
@@ -335,12 +340,12 @@ impl Registry {
         &self,
         what: &str,
         method: Method,
-        path: &str,
+        resource: &Resource,
         retries: u32,
         change: impl Fn(RequestBuilder) -> RequestBuilder,
     ) -> Result<(&Endpoint, Response)> {
-        let traffic = &self.0.traffic;
-        let able: Vec<_> = self.0.endpoints.iter().filter(|it| it.may_answer(path)).collect();
+        let (traffic, path) = (&self.0.traffic, resource.to_string());
+        let able: Vec<_> = self.0.endpoints.iter().filter(|it| it.may_answer(resource)).collect();
         let Some((last, mirrors)) = able.split_last() else {
             let why = "no host in hosts.toml has the capability: add \"resolve\" for tags, \"pull\" for data";
             return Err(Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}")));
@@ -352,7 +357,7 @@ impl Registry {
             let is_server = std::ptr::eq(host, *last);
             let waiting = (!is_server).then(|| host.waited_for());
             let tries = if is_server { retries } else { 0 };
-            let answer = host.ask(traffic, what, method.clone(), path, tries, &change).await;
+            let answer = host.ask(traffic, what, method.clone(), &path, tries, &change).await;
             waiting.into_iter().for_each(Waiting::end);
             match answer {
                 Ok(answer) => return Ok((host, answer)),
@@ -381,8 +386,9 @@ impl Registry {
         })
     }
 
-    fn next_page(&self, headers: &HeaderMap) -> Option<String> {
-        self.0.endpoints.iter().find_map(|endpoint| next_page(headers, &endpoint.base))
+    fn next_page(&self, headers: &HeaderMap) -> Option<Resource> {
+        let next = |endpoint: &Endpoint| next_page(headers, &endpoint.base);
+        self.0.endpoints.iter().find_map(next).map(Resource::Referrers)
     }
 }
 

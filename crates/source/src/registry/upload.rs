@@ -17,7 +17,7 @@ use reqwest::{
     header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION},
 };
 
-use super::{Name, OciDigest, Registry, token::Operation};
+use super::{Name, OciDigest, Registry, resource::Resource, token::Operation};
 use crate::{Access, waiting, web};
 
 /// Longest time for sending one blob: four packs of 32 MiB at a time, at 1 Mbit/s in all.
@@ -58,9 +58,9 @@ impl Uploads {
     /// True if the repository has the blob.
     pub fn has(&self, digest: &OciDigest) -> Result<bool> {
         let what = format!("look for blob {digest} of {}", self.registry.name());
-        let path = format!("blobs/{digest}");
+        let blob = Resource::Blob(digest.clone());
         let plain = |request: RequestBuilder| request;
-        match waiting(self.registry.ask(&what, Method::HEAD, &path, web::RETRIES, plain)) {
+        match waiting(self.registry.ask(&what, Method::HEAD, &blob, web::RETRIES, plain)) {
             Ok(_) => Ok(true),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
@@ -82,7 +82,7 @@ impl Uploads {
 
     async fn try_put(&self, what: &str, digest: &OciDigest, bytes: &Bytes) -> Result<Tried> {
         let begun =
-            self.registry.ask(what, Method::POST, "blobs/uploads/", web::RETRIES, |request| {
+            self.registry.ask(what, Method::POST, &Resource::Uploads, web::RETRIES, |request| {
                 request.header(CONTENT_LENGTH, 0)
             });
         let begun = begun.await?;
@@ -134,12 +134,12 @@ impl Uploads {
     /// digest alone.
     pub fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Put> {
         let digest = OciDigest::of(bytes);
-        let path = match tag {
-            Some(tag) => format!("manifests/{tag}"),
-            None => format!("manifests/{digest}"),
+        let document = match tag {
+            Some(tag) => Resource::Tag(tag.to_owned()),
+            None => Resource::Manifest(digest.clone()),
         };
-        let what = format!("write {path} of {}", self.registry.name());
-        let put = self.registry.ask(&what, Method::PUT, &path, web::RETRIES, |request| {
+        let what = format!("write {document} of {}", self.registry.name());
+        let put = self.registry.ask(&what, Method::PUT, &document, web::RETRIES, |request| {
             request.header(CONTENT_TYPE, kind).body(bytes.to_vec())
         });
         let answer = waiting(put)?;

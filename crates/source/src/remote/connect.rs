@@ -135,7 +135,7 @@ fn azure(url: &RemoteUrl, access: &Access, (retry, options, connector): Parts) -
 
 fn http(url: &RemoteUrl, (retry, options, connector): Parts) -> Built {
     let address = url.to_string();
-    let options = options.with_allow_http(address.starts_with("http://"));
+    let options = options.with_allow_http(url.is_plain_http());
     let builder = HttpBuilder::new().with_url(address).with_client_options(options);
     let builder = builder.with_retry(retry).with_http_connector(connector);
     builder.build().map(|store| Arc::new(store) as _)
