@@ -368,9 +368,9 @@ pub const BUGS: &[Bug] = &[
         "the chunks of a run whose request failed are forgotten",
         &[(
             "fetch/run.rs",
-            "return self.fetch_task(index, begun, Why::Prefetch).await;",
+            "return self.fetch_task(index, begun, Why::Prefetch, (claim, false)).await;",
             "if BUG { return std::mem::forget(begun); }
-            return self.fetch_task(index, begun, Why::Prefetch).await;",
+            return self.fetch_task(index, begun, Why::Prefetch, (claim, false)).await;",
         )],
     ),
     image(

@@ -10,7 +10,7 @@
 //! After an unclean stop each cached block of a marked region is dropped. One thread at a time
 //! writes bitmaps; threads that come meanwhile share the next write.
 //!
-//! Invariants (held by the tests below and `dev/simulator/tests/accelerate.rs`):
+//! Invariants (held by the tests below and `dev/accelerate-simulator/tests/accelerate.rs`):
 //! - A region is marked durably before the slow device is written there.
 //! - A region is not cleared while it is written, or if it was written since the caller looked.
 

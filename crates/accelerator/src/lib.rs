@@ -14,6 +14,7 @@
 //! ```
 
 mod announced;
+mod child;
 pub mod control;
 mod device;
 pub mod dirty;

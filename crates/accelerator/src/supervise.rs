@@ -35,14 +35,14 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    io::{FdFlags, fcntl_setfd},
-    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+    process::{Pid, Signal, kill_process},
 };
 use serde_json::{Value, json};
 
 use crate::{
     announced::Announced,
-    control::{Answer, Ask, Attach, Set, question, receive, reply},
+    child::{Passed, first_answer, pidfd_of},
+    control::{Ask, Attach, Set, question, reply},
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::{Folder, serving, take_serving_name},
@@ -201,12 +201,24 @@ impl Supervisor {
     }
 
     fn answer(&mut self, ask: Ask) -> Result<Value> {
-        match ask {
-            Ask::Attach(attach) => self.attach(attach),
-            Ask::Detach { name, leave_dirty } => self.detach(&name, leave_dirty),
-            Ask::Set(set) => self.remember(set),
-            _ => Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
-        }
+        let (done, device, answer) = match ask {
+            Ask::Attach(attach) => ("attached", attach.name.clone(), self.attach(attach)?),
+            Ask::Detach { name, leave_dirty } => {
+                let answer = self.detach(&name, leave_dirty)?;
+                // Else there are dirty blocks, and it is asked again.
+                if answer["is_detached"] != json!(true) {
+                    return Ok(answer);
+                }
+                ("detached", name, answer)
+            }
+            Ask::Set(set) => ("settings changed", set.name.clone(), self.remember(set)?),
+            _ => return Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
+        };
+        let settings = self.devices.iter().find(|it| it.options.name == device);
+        let mode = settings.map(|it| it.options.mode.as_str());
+        let (cache, policy) = (self.folder.name(), &self.policy);
+        tracing::info!(%cache, device, mode, policy, "{done}");
+        Ok(answer)
     }
 
     fn attach(&mut self, mut options: Attach) -> Result<Value> {
@@ -533,45 +545,6 @@ fn served(mode: Mode, resends: bool) -> (Mode, Option<&'static str>) {
         Mode::WriteBack if !resends => (Mode::WriteThrough, Some(NO_RESEND)),
         mode => (mode, None),
     }
-}
-
-/// Descriptors that programs inherit until this is dropped.
-struct Passed<'a>(Vec<BorrowedFd<'a>>);
-
-impl<'a> Passed<'a> {
-    fn new(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> Result<Self> {
-        let mut passed = Self(Vec::new());
-        for fd in fds {
-            fcntl_setfd(fd, FdFlags::empty())
-                .map_err(|e| Error::io("cannot pass a descriptor on", e.into()))?;
-            passed.0.push(fd);
-        }
-        Ok(passed)
-    }
-}
-
-impl Drop for Passed<'_> {
-    fn drop(&mut self) {
-        for fd in &self.0 {
-            let _ = fcntl_setfd(fd, FdFlags::CLOEXEC);
-        }
-    }
-}
-
-/// This program, by another verb.
-fn pidfd_of(child: &Child) -> Result<OwnedFd> {
-    let gone = || Error::new(ErrorKind::NotFound, "the server of the cache has ended");
-    let pid = Pid::from_raw(child.id() as i32).ok_or_else(gone)?;
-    pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io("cannot watch the server", e.into()))
-}
-
-/// The first document that a child prints, within `limit`.
-fn first_answer(child: &mut Child, limit: Duration) -> Result<Value> {
-    let what = || Error::new(ErrorKind::Unavailable, "a process of the cache does not answer");
-    let stdout = child.stdout.take().ok_or_else(what)?;
-    let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || sender.send(receive::<Answer>(stdout)));
-    receiver.recv_timeout(limit).map_err(|_| what())??.into_result()
 }
 
 #[cfg(test)]

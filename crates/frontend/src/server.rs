@@ -355,12 +355,17 @@ impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
             control.slots.clear(slot);
             return Handled::Answered;
         };
-        let write = matches!(request.operation, Operation::Device(engine::Request::Write { .. }));
+        let asks = |of: fn(&engine::Request) -> bool| match &request.operation {
+            Operation::Device(request) => of(request),
+            _ => false,
+        };
+        let write = asks(|request| matches!(request, engine::Request::Write { .. }));
+        let read = asks(|request| matches!(request, engine::Request::Read { .. }));
         // The bytes of a write went with the server that had read them.
         if tried < REPLAYS_MAX && !(A::WRITABLE && write) {
             return self.handle(slot, reader, Arrival::replayed());
         }
-        self.engine.counters().failed_reads.add(u64::from(!write));
+        self.engine.counters().failed_reads.add(u64::from(read));
         control.reply_error(request.unique, libc::EIO);
         control.slots.clear(slot);
         Handled::Answered

@@ -211,6 +211,7 @@ impl Snapshotter {
             return Err(error.into());
         }
         self.lock().put(None, snapshot.clone());
+        tracing::info!(key, parent, native = is_native, "made a snapshot");
         if !is_native {
             return self.mounts_of(&snapshot);
         }
@@ -360,6 +361,7 @@ impl Snapshotter {
             // Its mount and its writes are not needed any more.
             self.trash.fill();
         }
+        tracing::info!(key, name, "committed a snapshot");
         Ok(())
     }
 
@@ -375,6 +377,7 @@ impl Snapshotter {
             tracing::warn!(%error, "a removed snapshot stays until the next start");
         }
         self.trash.fill();
+        tracing::info!(key, "removed a snapshot");
         Ok(())
     }
 

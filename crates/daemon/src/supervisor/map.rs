@@ -89,6 +89,7 @@ impl Supervisor {
             writer?.map(&Mapping { label, origin, extents })?
         };
         self.refresh(request.id)?;
+        tracing::info!(mount = %request.id, area = %folder.display(), %range, "mapped content");
         Ok((range.start(), notes, area))
     }
 

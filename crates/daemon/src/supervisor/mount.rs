@@ -98,7 +98,8 @@ impl Supervisor {
         let made = self.attempt(&request, &store);
         recycled_seed::refill(&self.state);
         let (mounted, mount) = made.map_err(|e| recycled_seed::explain(&self.state, e))?;
-        tracing::info!(mount = %mounted.id, image = %request.image, ms = begun.elapsed().as_millis(), "mounted");
+        let (id, image, ms) = (mounted.id, mounted.digest.0, begun.elapsed().as_millis());
+        tracing::info!(mount = %id, name = request.image, %image, ms, "mounted");
         Ok((mounted, mount))
     }
 
@@ -108,7 +109,7 @@ impl Supervisor {
         request: &MountRequest,
         store: &Location,
     ) -> Result<(Mounted, OwnedFd)> {
-        let (image, mut has_mended, mut attempts) = (&request.image, false, 1);
+        let (name, mut has_mended, mut attempts) = (&request.image, false, 1);
         loop {
             match self.mount_as(MountId::random()?, request, store)? {
                 Attempt::Made(mounted, mount) => return Ok((mounted, mount)),
@@ -117,12 +118,12 @@ impl Supervisor {
                     return Err(Error::new(ErrorKind::Corrupt, what));
                 }
                 Attempt::Mended => {
-                    tracing::warn!(%image, "prepared files were damaged, and have been made again");
+                    tracing::warn!(name, "prepared files were damaged, and have been made again");
                     has_mended = true;
                 }
                 Attempt::ServerDied(error) if attempts == ATTEMPTS => return Err(error),
                 Attempt::ServerDied(error) => {
-                    tracing::warn!(%image, %error, "mounting once more");
+                    tracing::warn!(name, %error, "mounting once more");
                     attempts += 1;
                 }
             }
