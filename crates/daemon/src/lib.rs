@@ -10,16 +10,16 @@
 //! The rooms; `tests/rooms.rs` holds the arrows:
 //!
 //! ```text
-//!   doctor, orphan, upgrade, rehearsal,     commands' actions on the daemon, or without it
-//!   read_only, let_go
+//!   doctor, orphan, upgrade, let_go         commands' actions on the daemon, or without it
+//!   read_only, rehearsal                    parts of these: writes without a daemon, a trial upgrade
 //!   supervisor              server          the two long-lived processes
 //!   holder                    │             outlives both: systemd's store, or a process
-//!   opener  ◄─────────────────┘             opens files of the host for the server
 //!   prepare, reader, start    │             processes that prepare and read; starting the daemon
+//!   opener  ◄─────────────────┤             opens files of the host for the server
 //!   roles, transport ◄────────┘             privilege reduction; the kernel's way to the lazy data
 //!   ipc                                     messages between processes, and their wire format
 //!   state                                   contents of the state directory, in its own formats
-//!   host, id, log                           properties of this machine; identities; events
+//!   host, sync, id, log                     this machine; locks; identities; events
 //! ```
 //!
 //! Invariants, and the tests that hold them (`crates/cli/tests`):

@@ -118,7 +118,8 @@ pub(crate) struct Growth {
 /// The version of [`MountRecord`].
 pub(crate) const MOUNT_FORMAT: u32 = 1;
 
-/// Everything the server needs to know about a mount.
+/// Everything the server needs to know about a mount: a part of its record, and the content of a
+/// message. It is a format of the state directory, so later versions only add fields.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct Attach {
     pub(crate) id: MountId,
