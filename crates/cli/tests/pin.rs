@@ -129,3 +129,28 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
     stopped("the profile is not prefetched further", "profile", true);
     burgeon.umount(mounted);
 }
+
+#[test]
+fn a_pin_that_the_cache_cannot_keep_is_refused_with_numbers() {
+    let space = Space::new("pin-full");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    for (name, len) in [("small", 2 << 20), ("large", 16 << 20)] {
+        fs::write(tree.join(name), Rng::new(len).bytes(len as usize)).unwrap();
+    }
+    burgeon.build(&tree, "image");
+    let at = space.path("at");
+    let mounted = burgeon.mount("image", &at, &["--profile", "none"]);
+    burgeon.ok(&["cache", "resize", "12M"]);
+    burgeon.ok(&["pin", text(&at.join("small"))]);
+    let large = at.join("large");
+    let refusal = "the cache cannot keep 18.0 MiB for this mount: pins take at most 80 % of its limit of 12.0 MiB";
+    burgeon.fails(&["pin", text(&large)], 6, refusal);
+    // The pin that fits is held as before.
+    assert_eq!(mount(&burgeon)["pins"].as_array().unwrap().len(), 1);
+    assert_eq!(pinned(&burgeon), 2 << 20);
+    burgeon.ok(&["cache", "resize", "64M"]);
+    burgeon.ok(&["pin", text(&large)]);
+    assert_eq!(pinned(&burgeon), 18 << 20);
+    burgeon.umount(mounted);
+}

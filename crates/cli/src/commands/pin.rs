@@ -16,7 +16,7 @@ use anyhow::Result;
 use burgeon_block::{ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
     extents::addresses,
-    protocol::{FillStatus, OVER_LIMIT, Reply, Request},
+    protocol::{CACHE_FULL, CacheRequest, FillStatus, OVER_LIMIT, Reply, Request},
 };
 use serde_json::json;
 
@@ -34,7 +34,7 @@ const INTERVAL: Duration = Duration::from_millis(200);
 const SILENCES_MAX: usize = 150;
 
 pub(super) fn pin(context: &Context, args: data_args::Pin) -> Result<ExitCode> {
-    let mut mounts: Vec<Mount> = Vec::new();
+    let mut mounts: Vec<(Mount, NewPins)> = Vec::new();
     for path in &args.paths {
         let path = std::path::absolute(path)?;
         let there = match std::fs::canonicalize(&path) {
@@ -50,20 +50,19 @@ pub(super) fn pin(context: &Context, args: data_args::Pin) -> Result<ExitCode> {
         if args.remove {
             refuse_unpinned(&mount, &path)?;
         }
-        let answer = mount.client.call(&Request::Pin { id: mount.id, path, ranges })?;
-        let (Reply::Done, _) = answer else {
-            anyhow::bail!(
-                "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
-            );
-        };
-        if mounts.iter().all(|known| known.id != mount.id) {
-            mounts.push(mount);
-        }
+        let known = mounts.iter().position(|(known, _)| known.id == mount.id);
+        let at = known.unwrap_or_else(|| {
+            mounts.push((mount, NewPins::default()));
+            mounts.len() - 1
+        });
+        let (mount, new) = &mut mounts[at];
+        new.note(mount, &path)?;
+        set(mount, path, ranges)?;
     }
     let mut total = 0;
     if !args.remove {
-        for mount in &mounts {
-            total += wait(mount)?;
+        for (mount, new) in &mounts {
+            total += wait(mount, new)?;
         }
     }
     if context.json {
@@ -79,6 +78,56 @@ pub(super) fn pin(context: &Context, args: data_args::Pin) -> Result<ExitCode> {
         println!("pinned: {} are local in all, and stay so", output::bytes(total));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Paths of a mount that are pinned now, and were not before.
+#[derive(Default)]
+struct NewPins(Vec<String>);
+
+impl NewPins {
+    fn note(&mut self, mount: &Mount, path: &str) -> Result<()> {
+        let this = ask(&mount.client)?.mounts.into_iter().find(|status| status.id == mount.id);
+        if this.is_none_or(|status| !status.pins.iter().any(|pin| pin == path)) {
+            self.0.push(path.to_owned());
+        }
+        Ok(())
+    }
+
+    /// Unpins them: the cache cannot keep all pins of the mount. Returns the error for the user.
+    fn take_back(&self, mount: &Mount, wanted: u64) -> Result<Error> {
+        for path in &self.0 {
+            set(mount, path.clone(), Vec::new())?;
+        }
+        let (Reply::Cache(answer), _) = mount.client.call(&Request::Cache(CacheRequest::Show))?
+        else {
+            return Err(unexpected());
+        };
+        let of = |bytes| output::bytes(bytes);
+        let (limit, held) = (answer.cache.limit, answer.cache.held);
+        let what = format!(
+            "the cache cannot keep {} for this mount: pins take at most 80 % of its limit of {}, and \
+             {} are held now; nothing new is pinned. Raise the limit (`burgeon cache resize`), or \
+             unpin other files",
+            of(wanted),
+            of(limit),
+            of(held)
+        );
+        Ok(Error::new(ErrorKind::NoSpace, what))
+    }
+}
+
+/// Pins `ranges` of `path`; without ranges, unpins it.
+fn set(mount: &Mount, path: String, ranges: Vec<(u64, u64)>) -> Result<()> {
+    match mount.client.call(&Request::Pin { id: mount.id, path, ranges })? {
+        (Reply::Done, _) => Ok(()),
+        _ => Err(unexpected()),
+    }
+}
+
+fn unexpected() -> anyhow::Error {
+    anyhow::anyhow!(
+        "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+    )
 }
 
 /// Refuses to remove a pin that does not exist: pins are known by the path that was pinned.
@@ -119,8 +168,9 @@ fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
     Ok(merged.iter().map(|range| (range.start(), range.len())).collect())
 }
 
-/// Waits until all pinned data of the mount is local; returns its bytes.
-fn wait(mount: &Mount) -> Result<u64> {
+/// Waits until all pinned data of the mount is local; returns its bytes. If the cache cannot keep
+/// it, nothing `new` stays pinned.
+fn wait(mount: &Mount, new: &NewPins) -> Result<u64> {
     let progress = Progress::new("pin");
     let mut silent = 0;
     let mut limit = 0;
@@ -157,6 +207,9 @@ fn wait(mount: &Mount) -> Result<u64> {
             output::bytes(limit)
         );
         return Err(Error::new(ErrorKind::OverLimit, message).into());
+    }
+    if state == CACHE_FULL {
+        return Err(new.take_back(mount, total_bytes)?.into());
     }
     let message = format!(
         "{} of {} are local ({state}): `burgeon status` says why; the next mount tries again",

@@ -14,7 +14,7 @@ use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
 pub use self::status::{
-    AreaStatus, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
+    AreaStatus, CACHE_FULL, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
     ProfileStatus, ReadBytes, ReadStatus, Status, Wait,
 };
 pub use crate::{

@@ -21,7 +21,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::Warm,
-        protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
+        protocol::{CACHE_FULL, FillStatus, OVER_LIMIT, ProfileStatus},
     },
     state::{access, profile, record::ProfileSource},
 };
@@ -252,7 +252,7 @@ fn progress_status(progress: FillProgress) -> FillStatus {
         FillState::Done => "done",
         FillState::Stopped => "stopped",
         FillState::OverLimit => OVER_LIMIT,
-        FillState::CacheFull => "cache-full",
+        FillState::CacheFull => CACHE_FULL,
     };
     FillStatus {
         state: state.to_owned(),

@@ -245,6 +245,9 @@ pub struct CacheStatus {
 /// The state of work that the mount's fetch limit has stopped.
 pub const OVER_LIMIT: &str = "over-limit";
 
+/// The state of work for which the cache has no space.
+pub const CACHE_FULL: &str = "cache-full";
+
 /// Progress of fetching everything in the background.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct FillStatus {
