@@ -46,11 +46,11 @@ impl Shared {
             admin.policy.missed(hash, len as u32);
             admin.reuse.read(hash, len as u32, bounds.limit);
         }
-        // Filling pushes nothing out that was read.
+        // Filling pushes nothing out that was read; within a limit of its owner, nor does a prefetch.
         let is_fill = matches!(why, Why::Fill | Why::Pin);
-        let is_beyond = match is_fill {
-            true => admin.owners.broken(owner, len).is_some(),
-            false => admin.owners.never_fits(owner, len),
+        let is_beyond = match why {
+            Why::Fill | Why::Pin | Why::Prefetch => admin.owners.broken(owner, len).is_some(),
+            Why::Read => admin.owners.never_fits(owner, len),
         };
         if is_beyond {
             return false;

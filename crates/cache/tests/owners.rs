@@ -205,3 +205,24 @@ fn the_number_of_an_owner_without_chunks_is_given_again() {
     (3..6).for_each(|n| assert!(admit(&*c, n, Why::Read).is_some()));
     expect(&cache, &[("c", 3), ("kept", 1), ("nobody", 0)]);
 }
+
+#[test]
+fn a_prefetch_pushes_out_no_chunk_of_an_owner_that_was_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let a = cache.for_owner(&owner("a", "s"));
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), 10 * LEN)]);
+    for n in 0..10 {
+        let place = admit(&*a, n, Why::Read).unwrap();
+        a.touch(place);
+    }
+    cache.upkeep();
+    for n in 100..150 {
+        let _ = admit(&*a, n, Why::Prefetch);
+    }
+    cache.upkeep();
+    assert_eq!((here(&cache, 0..10), owned(&cache)[0].1), (10, 10));
+    // Reads do, the oldest first.
+    assert!(admit(&*a, 200, Why::Read).is_some());
+    assert_eq!(owned(&cache)[0].1, 10);
+}

@@ -146,11 +146,14 @@ fn most_of_a_loop_larger_than_the_store_stays() {
 
 #[test]
 fn a_scan_takes_the_place_of_few_popular_chunks() {
-    let popular = || (0..20).flat_map(|_| 0..190u64);
+    const ROUNDS: usize = 40;
+    let popular = || (0..ROUNDS).flat_map(|_| 0..190u64);
     let reads: Vec<u64> = popular().chain(1000..1800).chain(popular()).collect();
-    let from = reads.len() - 20 * 190;
-    let lost = |policy: &mut dyn Policy| 20 * 190 - hits(policy, 200, &reads, from);
+    let from = reads.len() - ROUNDS * 190;
+    let lost = |policy: &mut dyn Policy| ROUNDS * 190 - hits(policy, 200, &reads, from);
     assert_eq!(lost(&mut Clock::default()), 190, "a scan empties the clock");
+    let forecast = lost(&mut Forecast::new(200 * u64::from(CHUNK), 1));
+    assert!(forecast < 76, "{forecast} of {} later hits were lost", ROUNDS * 190);
     let (lirs, tiny_lfu) = (lost(&mut Lirs::default()), lost(&mut TinyLfu::default()));
     assert!(lirs < 10 && tiny_lfu < 10, "{lirs} and {tiny_lfu} chunks of the 190 were lost");
 }
@@ -172,6 +175,34 @@ fn prefetched_chunks_push_out_only_each_other() {
     (0..100).for_each(|slot| policy.inserted(slot, u64::from(slot) + 200, CHUNK, Why::Prefetch));
     assert!(admits(&mut policy, Why::Prefetch));
     assert!(!admits(&mut policy, Why::Fill));
+}
+
+#[test]
+fn many_prefetched_chunks_push_out_no_chunk_that_was_read() {
+    let mut policy = Forecast::new(100 * u64::from(CHUNK), 1);
+    let read = 0..95u32;
+    for slot in read.clone() {
+        policy.missed(u64::from(slot), CHUNK);
+        policy.inserted(slot, u64::from(slot), CHUNK, Why::Read);
+    }
+    (95..100).for_each(|slot| policy.inserted(slot, u64::from(slot), CHUNK, Why::Prefetch));
+    // Several come before the first one goes, as in a cache with headroom.
+    let (mut next, mut more, mut evicted) = (100, Vec::new(), 0);
+    for key in 1000..2000u64 {
+        if policy.admit(key, CHUNK, Why::Prefetch, Pressure::Full) {
+            policy.inserted(next, key, CHUNK, Why::Prefetch);
+            more.push(next);
+            next += 1;
+        }
+        while more.len() > 20 || key == 1999 && !more.is_empty() {
+            let victim = policy.victim().unwrap();
+            assert!(!read.contains(&victim), "{victim} was read");
+            policy.removed(victim);
+            more.pop();
+            evicted += 1;
+        }
+    }
+    assert!(evicted > 900, "{evicted}");
 }
 
 #[test]

@@ -17,16 +17,24 @@
 //!
 //! Time is counted in bytes used, and a *turn* is as many as the cache holds.
 //!
+//! What was learnt says nothing about a scan that has just begun. So new chunks, used once at most,
+//! take the place of others only up to a fifth of the cache; beyond, they push out each other. And
+//! the first use of a byte counts half, so that chunks in use do not age while others are scanned.
+//!
 //! Invariants, held by `tests/policy.rs`:
 //! - A victim is stored; a slot that was passed over is not offered again while others are left.
+//! - A scan costs little of later hits.
+//! - Prefetched chunks push out only those that nobody has read: what they owe is evicted first.
 //! - At most 14 bytes a chunk: 8 a slot (with an eighth of slack), 4 a ghost.
 
 mod ghosts;
 mod hazards;
+mod unread;
 
 use self::{
     ghosts::Ghosts,
     hazards::{AGES, CLASSES, Hazards, bucket},
+    unread::Unread,
 };
 use super::{
     Policy, Pressure,
@@ -45,6 +53,9 @@ const SAME_USE: u16 = (AGE_UNIT / 128) as u16;
 const DRAWN: usize = 16;
 const KEPT: usize = 32;
 
+/// The part of the stored chunks, one of so many, that new chunks take from others.
+const NEW_SHARE: usize = 5;
+
 /// Entries that the census visits at each event: it is through in an eighth of a turn.
 const CENSUS: usize = 16;
 
@@ -54,11 +65,14 @@ const USES_MAX: u32 = CLASSES as u32 - 1;
 pub struct Forecast {
     slots: Vec<Slot>,
     stored: usize,
+    /// Those of them that were used once, or not yet.
+    new: usize,
     stored_units: u64,
     ghosts: Ghosts,
     hazards: Hazards,
     candidates: Vec<u32>,
     offered: Option<u32>,
+    unread: Unread,
     rng: Rng,
     used_bytes: u64,
     tick_bytes: u64,
@@ -110,6 +124,10 @@ impl Slot {
         u32::from(self.state & 7)
     }
 
+    fn is_new(self) -> bool {
+        self.uses() <= 1
+    }
+
     fn use_at(&mut self, now: u16) {
         self.at = now;
         self.state = self.state & !7 | more(self.uses()) as u16;
@@ -134,11 +152,13 @@ impl Forecast {
         Self {
             slots: Vec::new(),
             stored: 0,
+            new: 0,
             stored_units: 0,
             ghosts: Ghosts::default(),
             hazards: Hazards::new(),
             candidates: Vec::new(),
             offered: None,
+            unread: Unread::default(),
             rng: Rng::new(seed),
             used_bytes: 0,
             tick_bytes: (limit / u64::from(AGE_UNIT)).max(1),
@@ -148,7 +168,7 @@ impl Forecast {
 
     /// Bytes of memory that grow with the number of chunks.
     pub fn memory(&self) -> usize {
-        self.slots.capacity() * size_of::<Slot>() + self.ghosts.memory()
+        self.slots.capacity() * size_of::<Slot>() + self.ghosts.memory() + self.unread.memory()
     }
 
     /// The clock of slots, which wraps after 128 turns.
@@ -165,17 +185,22 @@ impl Forecast {
         self.slots.get(slot as usize).is_some_and(|it| it.is_stored() && !it.was_passed())
     }
 
-    /// The candidate with the smallest index; of equals, the oldest.
+    /// The candidate with the smallest index; of equals, the oldest. A new one, if there are more
+    /// than their share.
     fn worst(&mut self) -> Option<u32> {
         self.draw();
         let now = self.now();
         let rank = |slot: &u32| (self.index(*slot), self.slots[*slot as usize].age(now));
         let mut ranked: Vec<_> = self.candidates.iter().map(|slot| (rank(slot), *slot)).collect();
         ranked.sort_by(|(a, _), (b, _)| a.0.total_cmp(&b.0).then(b.1.cmp(&a.1)));
+        let has_share = self.new <= self.stored / NEW_SHARE;
+        let may_go = |slot: u32| has_share || self.slots[slot as usize].is_new();
+        let chosen = ranked.iter().map(|(_, slot)| *slot).find(|slot| may_go(*slot));
+        let worst = chosen.or(ranked.first().map(|(_, slot)| *slot));
         ranked.truncate(KEPT);
         self.candidates.clear();
         self.candidates.extend(ranked.iter().map(|(_, slot)| *slot));
-        self.candidates.first().copied()
+        worst
     }
 
     fn draw(&mut self) {
@@ -259,14 +284,14 @@ impl Forecast {
 impl Policy for Forecast {
     /// A chunk that was read is admitted if it is worth more than the one that would go. Prefetched
     /// chunks only push out each other, and a fill pushes out nothing.
-    fn admit(&mut self, key_hash: u64, _: u32, why: Why, pressure: Pressure) -> bool {
+    fn admit(&mut self, key_hash: u64, bytes: u32, why: Why, pressure: Pressure) -> bool {
         if pressure == Pressure::Room || why == Why::Pin {
             return true;
         }
-        let Some(worst) = self.worst().filter(|_| why != Why::Fill) else { return false };
         if why == Why::Prefetch {
-            return self.slots[worst as usize].uses() == 0;
+            return self.unread.may_push_out(bytes.div_ceil(UNIT));
         }
+        let Some(worst) = self.worst().filter(|_| why != Why::Fill) else { return false };
         let now = self.now();
         let uses = self.ghosts.find(hash(key_hash), now).map_or(1, |ghost| ghost.uses);
         self.hazards.index(uses as usize, 0) >= self.index(worst)
@@ -282,7 +307,12 @@ impl Policy for Forecast {
         let uses = known.unwrap_or(u32::from(why == Why::Read));
         self.slots[slot as usize] = Slot::new(hash, now, bytes, uses);
         self.stored += 1;
-        self.stored_units += u64::from(self.slots[slot as usize].units());
+        let units = self.slots[slot as usize].units();
+        self.stored_units += u64::from(units);
+        self.new += usize::from(self.slots[slot as usize].is_new());
+        if uses == 0 {
+            self.unread.came(slot, units);
+        }
         self.visit();
     }
 
@@ -293,9 +323,11 @@ impl Policy for Forecast {
         };
         let gone = std::mem::take(gone);
         self.stored -= 1;
+        self.new -= usize::from(gone.is_new());
         self.stored_units -= u64::from(gone.units());
-        if gone.uses() > 0 {
-            self.ghosts.put(gone.hash, gone.at, gone.uses(), now);
+        match gone.uses() {
+            0 => self.unread.went(gone.units()),
+            uses => self.ghosts.put(gone.hash, gone.at, uses, now),
         }
         if self.offered == Some(slot) {
             self.offered = None;
@@ -312,7 +344,11 @@ impl Policy for Forecast {
             return;
         }
         let (uses, bytes) = (touched.uses() as usize, touched.units() * UNIT);
+        if uses == 0 {
+            self.unread.was_read(touched.units());
+        }
         touched.use_at(now);
+        self.new -= usize::from(uses <= 1 && !touched.is_new());
         self.hazards.count_use(uses, age, f64::from(bytes));
         self.used_bytes += u64::from(bytes);
         self.visit();
@@ -329,7 +365,7 @@ impl Policy for Forecast {
             None => 1,
         };
         self.ghosts.put(hash, now, uses, now);
-        self.used_bytes += u64::from(bytes);
+        self.used_bytes += u64::from(if uses == 1 { bytes / 2 } else { bytes });
         self.visit();
     }
 
@@ -339,7 +375,10 @@ impl Policy for Forecast {
         {
             self.slots[slot as usize].state |= PASSED;
         }
-        self.offered = self.worst();
+        let Self { unread, slots, .. } = self;
+        let is_unread =
+            |slot: u32| slots.get(slot as usize).is_some_and(|it| it.is_stored() && it.uses() == 0);
+        self.offered = unread.next_owed(is_unread).or_else(|| self.worst());
         self.offered
     }
 }
