@@ -216,3 +216,42 @@ fn cache_with(burgeon: &Burgeon, at: &Path, image: &str, act: impl FnOnce(&Burge
 fn push(layout: &Path, to: &str) {
     skopeo_copy(&[], &format!("oci:{}", layout.display()), &format!("docker://{to}")).unwrap();
 }
+
+/// The digest of a layer is enough to name it, and not to read it.
+#[test]
+fn a_stored_layer_is_given_to_images_of_its_own_registry_alone() {
+    let space = Space::new("layer-thief");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("a"), Rng::new(1).bytes(500_000)).unwrap()).unwrap();
+    let private = Registry::start(&space.path("private"), None).unwrap();
+    push(layout.folder(), &format!("{}/app:1", private.address()));
+    let source = format!("oci://{}/app:1", private.address());
+    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+    burgeon.umount(mounted);
+    let layers = || fs::read_dir(burgeon.state().join("store/layers")).unwrap().count();
+    assert_eq!(layers(), 1);
+    // An image of another registry, above the same layer, which that registry does not have.
+    layout.change(|root| fs::write(root.join("b"), b"own").unwrap()).unwrap();
+    let other = Registry::start(&space.path("other"), None).unwrap();
+    push(layout.folder(), &format!("{}/thief:1", other.address()));
+    let blobs = walk(&space.path("other/docker/registry/v2/blobs/sha256"));
+    let layer = blobs.into_iter().max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
+    let bytes = fs::read(&layer).unwrap();
+    fs::remove_file(&layer).unwrap();
+    let thief = format!("oci://{}/thief:1", other.address());
+    let at = space.make_folder("at");
+    burgeon.fails(&["mount", &thief, at.to_str().unwrap()], 3, "it does not exist (404)");
+    burgeon.fails(&["build", &thief, "x"], 3, "it does not exist (404)");
+    fs::write(&layer, bytes).unwrap();
+    let mounted = burgeon.mount(&thief, &space.path("at"), &["--read-only"]);
+    assert!(fs::read(mounted.path().join("a")).unwrap() == Rng::new(1).bytes(500_000));
+    burgeon.umount(mounted);
+    assert_eq!(layers(), 3, "each registry's own");
+}
+
+/// All files below a folder.
+fn walk(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { walk(&path) } else { vec![path] }).collect()
+}

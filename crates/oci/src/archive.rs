@@ -102,7 +102,7 @@ impl Archive {
     /// unknown, or another process is fetching it.
     fn partial(&self, own: &Directory) -> Option<Partial> {
         let (name, len) = (self.name()?, self.len?);
-        let object = layer_object(&OciDigest::of(name.as_bytes()).bytes()).ok()?;
+        let object = layer_object("", &OciDigest::of(name.as_bytes()).bytes()).ok()?;
         own.partial(&object, len.saturating_sub(1)).ok()?
     }
 

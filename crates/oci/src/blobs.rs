@@ -14,10 +14,10 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, ObjectId, Result};
 use burgeon_image::catalog::OciName;
 use burgeon_source::{
-    Access,
+    Access, layer_object,
     registry::{Checked, OciDigest, Registry, body_error},
 };
 use bytes::Bytes;
@@ -92,6 +92,16 @@ impl Source {
 }
 
 impl Blobs {
+    /// The object of the layer `digest` once it is stored here.
+    pub(crate) fn layer_object(&self, digest: &OciDigest) -> Result<ObjectId> {
+        match self {
+            Self::Layout(layout) => {
+                layer_object(&layout.folder().to_string_lossy(), &digest.bytes())
+            }
+            Self::Registry(registry) => layer_object(registry.name().registry(), &digest.bytes()),
+        }
+    }
+
     /// Resolves `selector` to an OCI image for this machine.
     pub(crate) fn resolve(&self, selector: &Selector) -> Result<Resolved> {
         match self.find(selector)? {

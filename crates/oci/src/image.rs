@@ -31,11 +31,11 @@ use crate::{
     toc,
     unpacked::{ReadLayers, Unpacked, digest_of, mislisted},
 };
-use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectId, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
-    Directory, layer_object,
+    Directory,
     opening::{Manner, open_checked},
     registry::{Checked, Digesting, OciDigest, body_error},
 };
@@ -128,7 +128,7 @@ impl Blobs {
                     Err(error) => tocs.refused(digest, &error),
                 }
             }
-            let object = layer_object(&digest.bytes())?;
+            let object = self.layer_object(digest)?;
             // A repeated layer is stored already.
             let keep = keep.filter(|_| !coming.is_repeated);
             let partial = match keep {
@@ -286,7 +286,8 @@ impl Blobs {
         let cannot = |error: Error| {
             Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
         };
-        let stored = stored_layer(own, coming.layer)?;
+        let object = self.layer_object(digest)?;
+        let stored = stored_layer(own, &object, *size);
         let is_stored = stored.is_some();
         let blob = match stored {
             Some(file) => Box::new(file),
@@ -303,7 +304,7 @@ impl Blobs {
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
             let error = cannot(body_error("read it", error));
             if let Some(own) = own.filter(|_| is_stored && tee.is_bad) {
-                own.remove(&layer_object(&digest.bytes())?)?;
+                own.remove(&object)?;
                 let what = "a stored layer was damaged, and has been removed: try again";
                 return Err(Error::with_source(error.kind(), what, error));
             }
@@ -325,12 +326,10 @@ fn in_lanes(lanes: usize, lane: &(dyn Fn() -> Result<()> + Sync)) -> Result<()> 
     })
 }
 
-/// Opens the layer in `own`, if it is stored there.
-fn stored_layer(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
-    let Some(own) = own else { return Ok(None) };
-    let path = own.path_of(&layer_object(&layer.digest.bytes())?);
-    let file = open_checked(&path, Manner::Stored).ok();
-    Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
+/// Opens the layer `object` of `size` bytes in `own`, if it is stored there.
+fn stored_layer(own: Option<&Directory>, object: &ObjectId, size: u64) -> Option<File> {
+    let file = open_checked(&own?.path_of(object), Manner::Stored).ok()?;
+    file.metadata().is_ok_and(|of| of.len() == size).then_some(file)
 }
 
 /// The use of TOCs for an image.
@@ -465,7 +464,7 @@ mod tests {
     use std::{fs, fs::File, io, sync::OnceLock};
 
     use burgeon_block::ObjectStore;
-    use burgeon_source::{Directory, layer_object, registry::OciDigest};
+    use burgeon_source::{Directory, registry::OciDigest};
 
     use super::{Coming, ReadLayers, Spool};
     use crate::{
@@ -483,7 +482,7 @@ mod tests {
         let own = Directory::create(folder.path().join("store")).unwrap();
         let (good, bad) = (vec![1; 100_000], vec![2; 100_000]);
         let digest = OciDigest::of(&good);
-        let object = layer_object(&digest.bytes()).unwrap();
+        let object = blobs.layer_object(&digest).unwrap();
         let size = good.len() as u64;
         let layer = Layer { digest, size, compression: Compression::None, toc: None };
         let (count, read_layers) = (&|_| (), &ReadLayers::default());

@@ -20,7 +20,7 @@ use burgeon_image::{
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
-    Directory, LayersAt, derived_object, layer_object, origin_object,
+    Directory, LayersAt, derived_object, origin_object,
     registry::{EMPTY, EMPTY_TYPE, MANIFEST_TYPE, OciDigest},
     stored_layers_object,
 };
@@ -166,7 +166,7 @@ fn make(
         if keep.is_some() && tocs.is_none_or(|tocs| tocs.used() < restarts.len()) {
             let mut list = String::new();
             for layer in layers() {
-                list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);
+                list.extend([blobs.layer_object(&layer.digest)?.as_str(), "\n"]);
             }
             store.publish(&stored_layers_object(&object)?, list.as_bytes())?;
         }
@@ -206,13 +206,13 @@ pub(crate) fn store_layers(
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // If the registry failed, the fetched layers are kept for the next try.
         if error.kind() != ErrorKind::Unavailable {
-            remove_unneeded_layers(own, resolved);
+            remove_unneeded_layers(own, blobs, resolved);
         }
     });
     match made? {
         Ok(report) => {
             if derived_of(own, &report.image)?.is_none() {
-                remove_unneeded_layers(own, resolved);
+                remove_unneeded_layers(own, blobs, resolved);
             }
             Ok(Some(report))
         }
@@ -223,14 +223,14 @@ pub(crate) fn store_layers(
 
 /// Removes the layers of the image that no image in `own` needs. If this fails, `gc` removes them
 /// later.
-pub(crate) fn remove_unneeded_layers(own: &Directory, resolved: &Resolved) {
+pub(crate) fn remove_unneeded_layers(own: &Directory, blobs: &Blobs, resolved: &Resolved) {
     let remove = || -> Result<()> {
         let mut needed = HashSet::new();
         for list in own.list("held")? {
             needed.extend(catalog::stored_layers(own, &list)?);
         }
         for layer in &resolved.manifest.layers {
-            let object = layer_object(&layer.digest.bytes())?;
+            let object = blobs.layer_object(&layer.digest)?;
             if !needed.contains(&object) {
                 own.remove(&object)?;
             }
@@ -286,8 +286,8 @@ pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     }
 }
 
-/// The list of the stored layers of `image`, an object that there is while all of them are stored;
-/// `None` for an image that is not read from layers.
+/// The list of the stored layers of `image`, an object that there is once they were stored; `None`
+/// for an image that is not read from layers.
 pub fn layer_list(store: &impl ObjectStore, image: &ImageRecord) -> Result<Option<ObjectId>> {
     derived_of(store, image)?.map(|object| stored_layers_object(&object)).transpose()
 }
@@ -337,8 +337,9 @@ pub fn stored_layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Dige
         return Ok(0);
     }
     let table = Table::decode(&store.get(&object, TABLE_MAX)?)?;
-    let is_stored = |layer: &TableLayer| Ok(store.len(&layer_object(&layer.digest)?)?.is_some());
-    let stored = table.layers.iter().map(is_stored).collect::<Result<Vec<bool>>>()?;
+    let layers = catalog::stored_layers(store, &list)?;
+    let is_stored = |layer: &ObjectId| Ok(store.len(layer)?.is_some());
+    let stored = layers.iter().map(is_stored).collect::<Result<Vec<bool>>>()?;
     if stored.iter().all(|stored| *stored) {
         // This includes the zeros between stretches.
         return Ok(table.object_len);
@@ -352,9 +353,12 @@ pub fn stored_layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Dige
 /// from, whether all of them are there or not. Zero for an image that is not read from layers.
 pub fn layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
     let Some(object) = derived_in(store, digest)? else { return Ok(0) };
-    let table = Table::decode(&store.get(&object, TABLE_MAX)?)?;
-    let layers: HashSet<_> = table.layers.iter().map(|layer| layer.digest).collect();
-    layers.iter().try_fold(0, |sum, layer| Ok(sum + store.len(&layer_object(layer)?)?.unwrap_or(0)))
+    let list = stored_layers_object(&object)?;
+    if store.len(&list)?.is_none() {
+        return Ok(0);
+    }
+    let layers: HashSet<_> = catalog::stored_layers(store, &list)?.into_iter().collect();
+    layers.iter().try_fold(0, |sum, layer| Ok(sum + store.len(layer)?.unwrap_or(0)))
 }
 
 /// True if the list exists and all layers in it are stored.

@@ -33,6 +33,11 @@ impl Layout {
         Err(Error::new(ErrorKind::NotFound, what))
     }
 
+    /// Its path, absolute where that can be told.
+    pub(crate) fn folder(&self) -> PathBuf {
+        std::path::absolute(&self.folder).unwrap_or_else(|_| self.folder.clone())
+    }
+
     /// Reads an index or manifest and checks its digest.
     pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, OciDigest)> {
         let digest = match selector {

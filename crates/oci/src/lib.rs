@@ -497,7 +497,7 @@ fn store_or_build(
     }
     let report = blobs.build(resolved, store, &resolved.name().to_string(), work)?;
     if let Some(own) = work.own {
-        index::remove_unneeded_layers(own, resolved);
+        index::remove_unneeded_layers(own, blobs, resolved);
     }
     Ok(Made { notes: tocs.into_refused(), ..Made::of(report) })
 }

@@ -9,6 +9,7 @@ use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
 use burgeon_source::{
     Directory, LayersAt, Objects, References, derived_object, layer_object, origin_object,
+    stored_layers_object,
 };
 use testkit::{Rng, gzip, like_programs};
 
@@ -160,7 +161,12 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     assert_eq!(objects.bytes_to_fetch(&object, beyond), next.compressed.len());
     objects.refuted(&object, first);
     assert_eq!(objects.bytes_to_fetch(&object, first), span.compressed.len());
-    let layer = layer_object(&digest).unwrap();
+    let layer = layer_object("here", &digest).unwrap();
+    let list = |of: &ObjectId, layer: &ObjectId| {
+        let list = stored_layers_object(of).unwrap();
+        store.publish(&list, format!("{layer}\n").as_bytes()).unwrap();
+    };
+    list(&object, &layer);
     let mut damaged = stored.clone();
     damaged[stored.len() / 2..].fill(0);
     for (bytes, what) in [(&stored[..], "whole"), (&stored[..1000], "short"), (&damaged, "damaged")]
@@ -182,7 +188,9 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
         ..table
     };
     let plain = publish(&store, folder.path(), &plain.encode().unwrap());
-    store.publish(&layer_object(&[2; 32]).unwrap(), &[0; 1000]).unwrap();
+    let second = layer_object("here", &[2; 32]).unwrap();
+    store.publish(&second, &[0; 1000]).unwrap();
+    list(&plain, &second);
     for expected in [&[0; 1000][..], &unpacked[..1000]] {
         assert_eq!(objects.read_blocking(&plain, range(0, 1000)).unwrap(), expected);
         objects.refuted(&plain, range(10, 20));
@@ -192,5 +200,33 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     store.publish(&layer, &damaged).unwrap();
     assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
     store.publish(&layer, &stored).unwrap();
+    assert!(read().unwrap() == unpacked);
+}
+
+/// Whoever knows the digest of a layer that this host has from elsewhere does not get its bytes.
+#[test]
+fn a_stored_layer_is_read_only_for_images_whose_list_names_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Directory::create(folder.path().join("store")).unwrap();
+    let unpacked = like_programs(5, 100_000);
+    let (_, restarts) = recorded(&unpacked, LayerCodec::Plain);
+    let table = Table {
+        image: [9; 32],
+        object_len: unpacked.len() as u64,
+        layers: vec![TableLayer { digest: [7; 32], restarts: restarts.unwrap() }],
+        stretches: vec![Stretch { at: 0, offset: 0, len: unpacked.len() as u32, layer: 0 }],
+    };
+    let object = publish(&store, folder.path(), &table.encode().unwrap());
+    let objects = Objects::new(store.clone(), References::Allow);
+    let read = || objects.read_blocking(&object, range(0, unpacked.len() as u64));
+    let layer = layer_object("elsewhere", &[7; 32]).unwrap();
+    assert_ne!(layer, layer_object("here", &[7; 32]).unwrap());
+    store.publish(&layer, &unpacked).unwrap();
+    assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
+    // An image may be stored while it is read.
+    let list = stored_layers_object(&object).unwrap();
+    store.publish(&list, format!("{object}\n").as_bytes()).unwrap();
+    assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable, "it names no layer");
+    store.publish(&list, format!("{layer}\n").as_bytes()).unwrap();
     assert!(read().unwrap() == unpacked);
 }

@@ -5,15 +5,15 @@
 //!   held/DIGEST     the stored layers of an image ─┐
 //!   origins/DIGEST  where its layers come from ────┴► a registry: may go    a layout, unknown: stays
 //!   kept/DIGEST     `pull` has promised that the image needs nothing else: stays
-//!   layers/SHA-256  one layer, of any number of images; the oldest access goes first, and with it the
-//!                   lists that name it: they say that all layers of their image are here
+//!   layers/NAME     one layer, of any number of images of one place; the oldest access goes first. The
+//!                   lists stay: an image may read those of its layers that are still here
 //! ```
 //!
 //! Invariants: a layer that one image could not get again stays; while something is being stored,
 //! nothing is evicted, because it may go by a layer that is here.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     fs::{self, File},
     os::unix::fs::MetadataExt,
     time::{Duration, SystemTime},
@@ -30,8 +30,6 @@ use super::{files, paths::StateDir};
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct StoredLayer {
     object: ObjectId,
-    /// The lists that name it.
-    lists: Vec<ObjectId>,
     /// Bytes that it takes on the disk.
     pub(crate) bytes: u64,
     /// The last access; most file systems note one a day.
@@ -65,21 +63,19 @@ pub(crate) fn evictable(state: &StateDir) -> Result<Vec<StoredLayer>> {
         Err(error) => return Err(error),
     };
     let store = Store::Directory(directory.clone());
-    let (mut named, mut stay) = (HashMap::<_, Vec<_>>::new(), HashSet::new());
+    let mut stay = HashSet::new();
     for list in directory.list(ObjectKind::StoredLayers.folder())? {
         let Some(digest) = list.below(ObjectKind::StoredLayers) else { continue };
         let at = ObjectKind::Derived.object(digest).and_then(|image| layers_at(&store, &image));
         let layers = catalog::stored_layers(&directory, &list)?;
         if !matches!(at, Ok(LayersAt::Registry(_))) || state.kept_layers().join(digest).exists() {
-            stay.extend(layers.iter().cloned());
+            stay.extend(layers);
         }
-        layers.into_iter().for_each(|layer| named.entry(layer).or_default().push(list.clone()));
     }
     let layer = |object: ObjectId| {
         let metadata = fs::metadata(directory.path_of(&object)).ok()?;
         let accessed = u64::try_from(metadata.atime().max(metadata.mtime())).unwrap_or(0);
         Some(StoredLayer {
-            lists: named.get(&object).cloned().unwrap_or_default(),
             object,
             bytes: metadata.blocks() * 512,
             used: SystemTime::UNIX_EPOCH + Duration::from_secs(accessed),
@@ -118,8 +114,6 @@ pub(crate) fn evict(state: &StateDir, bytes: u64) -> Result<u64> {
         if freed >= bytes {
             break;
         }
-        // First: a list says that all layers are here.
-        layer.lists.iter().try_for_each(|list| directory.remove(list))?;
         directory.remove(&layer.object)?;
         freed += layer.bytes;
         tracing::info!(object = %layer.object, bytes = layer.bytes, "a stored layer was evicted");
@@ -195,9 +189,8 @@ mod tests {
         assert!(bytes >= LEN as u64);
         assert_eq!(evict(&state, 1).unwrap(), bytes);
         assert_eq!(left(&state), "bcde");
-        // Its image has not all layers any more; others have.
-        let lists = Directory::open(state.store()).unwrap().list("held").unwrap();
-        assert_eq!(lists, ['2', '3'].map(|name| object(&format!("held/{}", digest(name)))));
+        // Its image may read those that are left.
+        assert_eq!(Directory::open(state.store()).unwrap().list("held").unwrap().len(), 3);
         assert_eq!(evict(&state, u64::MAX).unwrap(), bytes);
         assert_eq!(left(&state), "bde");
     }

@@ -2,10 +2,13 @@
 
 use std::{
     fs::File,
-    io,
+    io::{self, Read},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
 };
 
 use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
@@ -14,7 +17,7 @@ use bytes::Bytes;
 use crate::{
     Access, Directory, Form,
     opening::{Manner, with_opened},
-    registry::{Name, Registry},
+    registry::{Name, OciDigest, Registry},
 };
 
 /// Longest origin, in bytes.
@@ -22,6 +25,9 @@ pub(super) const ORIGIN_MAX: u64 = 8 << 10;
 
 /// A failed read of a stored layer was told: on a bad disk, each one would be an event.
 static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Longest list of an image's stored layers, in bytes.
+const LIST_MAX: u64 = 64 << 10;
 
 /// A place that has layers, named by their digests.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -34,9 +40,41 @@ pub enum LayersAt {
 
 /// An opened [`LayersAt`], and the store with layers on this host.
 pub(super) struct Blobs {
-    /// The host's own store.
-    stored: Option<Directory>,
+    stored: Option<StoredLayers>,
     place: BlobOrigin,
+}
+
+/// The layers of one image in the host's own store: those that its list names, and no others, because
+/// the list was made when the image's own place had given them.
+struct StoredLayers {
+    directory: Directory,
+    list: ObjectId,
+    /// Known once the list is there: an image may be stored while it is mounted.
+    objects: OnceLock<Vec<ObjectId>>,
+}
+
+impl StoredLayers {
+    /// The object of the layer `number`, if the image has a list.
+    async fn object(&self, number: u32) -> Result<Option<ObjectId>> {
+        if self.objects.get().is_none() {
+            let path = self.directory.path_of(&self.list);
+            let read = |_: &Path, opened: io::Result<File>| Ok(opened.and_then(read_list).ok());
+            let Some(objects) = with_opened(path, Manner::Stored, read).await? else {
+                return Ok(None);
+            };
+            self.objects.get_or_init(|| objects);
+        }
+        let mut objects = self.objects.get().into_iter().flatten();
+        Ok(objects.nth(number as usize).cloned())
+    }
+}
+
+fn read_list(file: File) -> io::Result<Vec<ObjectId>> {
+    let mut text = String::new();
+    file.take(LIST_MAX).read_to_string(&mut text)?;
+    let objects: Result<Vec<_>> = text.lines().map(ObjectId::new).collect();
+    let are_layers = |objects: &Vec<ObjectId>| objects.iter().all(|it| it.is(ObjectKind::Layer));
+    objects.ok().filter(are_layers).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 enum BlobOrigin {
@@ -44,12 +82,14 @@ enum BlobOrigin {
     Registry(Registry),
 }
 
-/// The object of a stored layer, named by its SHA-256.
-pub fn layer_object(digest: &[u8; 32]) -> Result<ObjectId> {
-    ObjectKind::Layer.object(hex(digest))
+/// The object of a stored layer: its name is the SHA-256 of the place that it came from and of the
+/// layer's digest. So an image from elsewhere that only names the digest does not get its bytes.
+pub fn layer_object(place: &str, digest: &[u8; 32]) -> Result<ObjectId> {
+    let named = OciDigest::of(format!("burgeon-layer\0{place}\0{}", hex(digest)).as_bytes());
+    ObjectKind::Layer.object(hex(&named.bytes()))
 }
 
-fn hex(digest: &[u8; 32]) -> String {
+pub(super) fn hex(digest: &[u8; 32]) -> String {
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -88,9 +128,15 @@ impl LayersAt {
 }
 
 impl Blobs {
-    /// Opens the layers at `at` with the credentials in `access`, and those that `stored` has.
-    /// Sends nothing.
-    pub(super) fn open(at: LayersAt, access: &Access, stored: Option<Directory>) -> Result<Self> {
+    /// Opens the layers at `at` with the credentials in `access`, and those that the list `list` in
+    /// `stored` names. Sends nothing.
+    pub(super) fn open(
+        at: LayersAt,
+        access: &Access,
+        (stored, list): (Option<Directory>, ObjectId),
+    ) -> Result<Self> {
+        let objects = OnceLock::new();
+        let stored = stored.map(|directory| StoredLayers { directory, list, objects });
         let place = match at {
             LayersAt::Layout(folder) => BlobOrigin::Layout(folder),
             LayersAt::Registry(name) => BlobOrigin::Registry(Registry::open(&name, access)?),
@@ -98,14 +144,11 @@ impl Blobs {
         Ok(Self { stored, place })
     }
 
-    /// Bytes of the stored layer with this SHA-256; `None` if it is not stored, or no longer.
-    pub(super) async fn stored(
-        &self,
-        digest: &[u8; 32],
-        range: ByteRange,
-    ) -> Result<Option<Bytes>> {
+    /// Bytes of the image's layer `number` that is stored; `None` if it is not, or no longer.
+    pub(super) async fn stored(&self, number: u32, range: ByteRange) -> Result<Option<Bytes>> {
         let Some(stored) = &self.stored else { return Ok(None) };
-        let path = stored.path_of(&layer_object(digest)?);
+        let Some(object) = stored.object(number).await? else { return Ok(None) };
+        let path = stored.directory.path_of(&object);
         let failed = move |path: &Path, error: &io::Error| {
             let path = path.display();
             match TOLD.swap(true, Relaxed) {

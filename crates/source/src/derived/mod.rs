@@ -56,8 +56,8 @@ pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
     companion(object, ObjectKind::Origins)
 }
 
-/// The object that lists the layers of the derived `object`, one a line, if all of them are
-/// stored.
+/// The object that lists the layers of the derived `object`, one a line, in the order of its table.
+/// It is made once all of them were stored; some may have been evicted since.
 pub fn stored_layers_object(object: &ObjectId) -> Result<ObjectId> {
     companion(object, ObjectKind::StoredLayers)
 }
@@ -189,7 +189,7 @@ impl Opened {
             Store::Directory(directory) => Some(directory.clone()),
             _ => None,
         };
-        let layers = Blobs::open(at, access, stored)?;
+        let layers = Blobs::open(at, access, (stored, stored_layers_object(object)?))?;
         Ok(Self { table, layers, spans: Spans::new(), refuted: Mutex::default() })
     }
 
@@ -199,12 +199,13 @@ impl Opened {
         let make = async move {
             let digest = &this.table.layers[layer as usize].digest;
             if !this.is_refuted((layer, span.index))
-                && let Some(bytes) = this.layers.stored(digest, span.compressed).await?
+                && let Some(bytes) = this.layers.stored(layer, span.compressed).await?
             {
                 match Arc::clone(&this).unpack(layer, span, bytes).await {
                     Ok(unpacked) => return Ok(unpacked),
                     Err(error) => {
-                        let (object, range) = (layer_object(digest)?, span.compressed);
+                        let (object, range) =
+                            (format!("sha256:{}", layers::hex(digest)), span.compressed);
                         let what = "a stored layer is damaged: reading it where it came from";
                         tracing::error!(%object, %range, %error, "{what}");
                     }
