@@ -159,6 +159,59 @@ fn a_scrub_forgets_what_rotted() {
     assert_eq!((0..100).filter(|n| is_here(&cache, *n)).count(), 99);
 }
 
+/// A cut off, exchanged or removed arena, below a running cache and before the next start: its
+/// chunks are misses, nothing else is lost, and the space is counted as it is.
+#[test]
+fn spoilt_arenas_cost_misses_and_no_more() {
+    type Spoil = fn(&Path);
+    let arena = |path: &Path, n: u32| path.join(format!("arena-{n:08x}"));
+    let spoils: [(&str, Spoil); 4] = [
+        ("cut off", |path| {
+            let file = fs::File::options().write(true).open(path.join("arena-00000001")).unwrap();
+            file.set_len(MIB).unwrap();
+        }),
+        ("empty", |path| fs::write(path.join("arena-00000001"), b"").unwrap()),
+        ("removed", |path| fs::remove_file(path.join("arena-00000001")).unwrap()),
+        ("exchanged", |path| {
+            let [one, two, aside] = ["arena-00000001", "arena-00000002", "aside"];
+            for (from, to) in [(one, aside), (two, one), (aside, two)] {
+                fs::rename(path.join(from), path.join(to)).unwrap();
+            }
+        }),
+    ];
+    for (what, spoil) in spoils {
+        for is_running in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut cache = open(dir.path(), settings(64 * MIB));
+            fill(&cache, 0..500);
+            cache.sync().unwrap();
+            assert!(arena(dir.path(), 3).exists(), "several arenas");
+            if is_running {
+                spoil(dir.path());
+            }
+            drop(cache);
+            if !is_running {
+                spoil(dir.path());
+            }
+            cache = open(dir.path(), settings(64 * MIB));
+            let here = (0..500).filter(|n| is_here(&cache, *n)).count();
+            assert!((100..500).contains(&here), "{what}: {here} chunks are left");
+            // Doubted chunks are forgotten, and all can be kept again.
+            cache.upkeep();
+            fill(&cache, 0..500);
+            assert!((0..500).all(|n| is_here(&cache, n)), "{what}");
+            // A gap of an arena is closed in each round.
+            (0..8).for_each(|_| cache.upkeep());
+            let report = cache.report();
+            let bytes: u64 = (0..500).map(|n| chunk(n).len() as u64).sum();
+            assert_eq!((report.chunks, report.used), (500, bytes), "{what}");
+            // The file system counts its own blocks of extents, too.
+            let taken = taken(dir.path());
+            assert!(taken <= bytes + (64 << 10), "{what}: {taken} of {bytes}");
+        }
+    }
+}
+
 #[test]
 fn a_second_server_waits_for_the_folder() {
     let dir = tempfile::tempdir().unwrap();

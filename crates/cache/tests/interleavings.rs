@@ -177,3 +177,47 @@ fn a_place_reads_its_chunk_or_zeros_or_nothing() {
         ORDERS,
     );
 }
+
+/// The lock of the store orders an eviction and an admission that come at once; readers take none.
+#[test]
+fn a_reader_beside_an_eviction_and_an_admission_gets_its_chunk_or_none() {
+    shuttle::check_random(
+        || {
+            let cell = Cell::new(How::Well);
+            let first = cell.admit(1).unwrap();
+            let evicts = {
+                let cell = cell.clone();
+                thread::spawn(move || cell.evict())
+            };
+            let admits = {
+                let cell = cell.clone();
+                thread::spawn(move || {
+                    // The slot is given again once it is vacant.
+                    for _ in 0..4 {
+                        if cell.slots.chunk(0).is_none() {
+                            return cell.admit(2).is_some();
+                        }
+                        thread::yield_now();
+                    }
+                    false
+                })
+            };
+            for _ in 0..3 {
+                let read = cell.read(first);
+                assert!(matches!(read, None | Some(0 | 1)), "{read:?}");
+                for n in 1..3 {
+                    if let Some(place) = cell.find(n) {
+                        let read = cell.read(place);
+                        assert!(read.is_none_or(|read| read == 0 || read == n), "{n}: {read:?}");
+                    }
+                }
+            }
+            evicts.join().unwrap();
+            assert_eq!(cell.read(first), None, "a stale place");
+            if admits.join().unwrap() {
+                assert_eq!(cell.read(cell.find(2).unwrap()), Some(2));
+            }
+        },
+        ORDERS,
+    );
+}

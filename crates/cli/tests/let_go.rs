@@ -126,6 +126,25 @@ fn a_mount_that_was_let_go_outlives_every_process() {
 }
 
 #[test]
+fn a_mount_can_be_filled_and_let_go_at_once() {
+    let space = Space::new("let-go-at-once");
+    let set = set_up(&space);
+    let at = space.make_folder("at");
+    let at = at.to_str().unwrap();
+    let mount = [&["mount", "image", at, "--fill", "--let-go"][..], &WRITABLE].concat();
+    let said = set.burgeon.ok(&mount);
+    assert!(said.contains("no process of Burgeon is needed"), "{said}");
+    assert_eq!(states(&set.burgeon), ["let go"]);
+    set.burgeon.kill_daemon();
+    assert_same(&set.tree, &set.at);
+    unmount(&set.at, UnmountFlags::empty()).unwrap();
+    // The next daemon cleans up.
+    set.burgeon.run(&["list"]);
+    set.burgeon.umount(set.burgeon.mount("image", &set.at, &FUSE));
+    assert!(wait_until(PATIENCE, || folders_of_mounts(&set.burgeon) == 0));
+}
+
+#[test]
 fn the_next_supervisor_knows_a_mount_that_was_let_go() {
     let space = Space::new("let-go-next");
     let set = set_up(&space);
