@@ -11,7 +11,8 @@
 //!
 //! Invariant: a map's checksums alone never make the cache forget a chunk, because an image with
 //! right digests and wrong checksums could empty the cache of all others (the simulator's bug
-//! `DoubtByTheMapAlone`). Hashing is bounded by the permits of fetches: one at a time a chunk.
+//! `DoubtByTheMapAlone`). Hashing is bounded by the permits of fetches, one at a time a chunk, and for
+//! an image with wrong checksums by a pause between two (`outage.rs`).
 
 use std::sync::Arc;
 
@@ -53,6 +54,9 @@ where
     /// The chunk `index`, if the cache holds it after all.
     pub(super) async fn from_cache(self: &Arc<Self>, index: u32, cost: &mut Cost) -> Cached {
         let Some(found) = self.residency.look_up(index) else { return Cached::Absent };
+        if let Some(turn) = self.engine.outage.hash_turn() {
+            tokio::time::sleep_until(turn).await;
+        }
         let this = Arc::clone(self);
         let looked = self.cpu.run(move || this.judge(index, found)).await;
         // An error means that the runtime ends, or that the bytes are fetched.

@@ -53,6 +53,9 @@ pub(crate) struct Outage {
 /// The number of lines that were left out before one, if there were any.
 type Untold = Option<u64>;
 
+/// Pause between hashes of chunks for an image with wrong checksums: 64 MB/s of chunks.
+const HASH_PAUSE: Duration = Duration::from_millis(4);
+
 #[derive(Default)]
 struct State {
     /// The last failure.
@@ -64,6 +67,8 @@ struct State {
     /// By chunk: when it was given up.
     given_up: HashMap<u64, Instant>,
     is_map_damaged: bool,
+    /// When the next chunk of the cache may be hashed, if the map is damaged.
+    next_hash: Option<Instant>,
     window: Option<Instant>,
     lines: u32,
     suppressed: u64,
@@ -204,6 +209,19 @@ impl Outage {
                  image everywhere, and the next mount makes the map again"
             );
         }
+    }
+
+    /// When a chunk of the cache may be hashed again: at once, unless the map is damaged. Else each
+    /// block that is read from such an image would cost the host the hash of a whole chunk.
+    pub(crate) fn hash_turn(&self) -> Option<Instant> {
+        let mut state = self.state();
+        if !state.is_map_damaged {
+            return None;
+        }
+        let now = Instant::now();
+        let turn = state.next_hash.map_or(now, |next| next.max(now));
+        state.next_hash = Some(turn + HASH_PAUSE);
+        Some(turn)
     }
 
     /// True if [`Self::map_is_damaged`] was called.
