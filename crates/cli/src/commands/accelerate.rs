@@ -46,7 +46,7 @@ Examples:
   mount /dev/burgeon/data /srv
   burgeon accelerate status
   burgeon accelerate set data mode=write-through sequential-cutoff=off dirty-limit=20%
-  burgeon accelerate flush data                          writes back what the cache alone has
+  burgeon accelerate flush data                          writes back its dirty blocks
   burgeon accelerate detach data                         after umount; /dev/sdb holds everything
   burgeon accelerate destroy fast
 
@@ -77,7 +77,7 @@ pub(crate) enum AccelerateCommand {
         /// Overwrite a file system, a partition table or another cache
         #[arg(long)]
         force: bool,
-        /// With --force: give up content that only the cache has which is overwritten
+        /// With --force: overwrite the device even if it holds blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
     },
@@ -95,8 +95,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, default_value = "write-through",
             value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
         mode: String,
-        /// The blocks that the cache keeps; of all its devices [default: as before, at first
-        /// adaptive]
+        /// Eviction policy of the whole cache [default: unchanged; adaptive for a new cache]
         #[arg(long, value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
         /// Let sequential requests bypass the cache from this length on; off for never
@@ -105,7 +104,7 @@ pub(crate) enum AccelerateCommand {
         /// Keep cached content: nothing else has written to the slow device since it was detached
         #[arg(long)]
         trust_clean: bool,
-        /// Give up content that the cache alone has of another device of this name
+        /// Give up the dirty blocks of another device of this name
         #[arg(long)]
         accept_loss: bool,
     },
@@ -138,7 +137,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(required = true, value_name = "SETTING=VALUE")]
         settings: Vec<String>,
     },
-    /// Write back what the cache alone has of a device, and make it durable there
+    /// Write the device's dirty blocks back, and make them durable
     Flush {
         /// The device's name
         name: String,
@@ -163,7 +162,7 @@ pub(crate) enum AccelerateCommand {
     Destroy {
         /// The cache's name
         cache_name: String,
-        /// Give up content that only the cache has
+        /// Give up blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
     },

@@ -79,7 +79,7 @@ pub(crate) struct Snapshots {
 enum SnapshotsCommand {
     /// Show the snapshots
     Status,
-    /// Read all layers of remote images, and compare them with what the images state
+    /// Read all layers of remote images, and compare them with the diff IDs that the images state
     Verify,
     /// Fetch the layers of an image that containerd's content store lacks, so that it can be pushed
     Fetch(fetch::Fetch),
