@@ -258,7 +258,7 @@ pub fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name.len() > NAME_MAX || name.starts_with('.') || !name.chars().all(known)
     {
         let what = format!(
-            "{name:?} is no name: 1 to {NAME_MAX} letters, digits, and -, _ or ., not first a dot"
+            "{name:?} is not a name: 1 to {NAME_MAX} letters, digits, and -, _ or ., not first a dot"
         );
         return Err(Error::new(ErrorKind::Invalid, what));
     }

@@ -29,7 +29,7 @@ impl OwnFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 let what = format!(
-                    "{} is no folder, or a symlink, which Burgeon does not follow in a store: put a \
+                    "{} is not a folder, or a symlink, which Burgeon does not follow in a store: put a \
                      folder in its place",
                     path.display()
                 );

@@ -68,7 +68,7 @@ impl SpaceBatch {
             kind::METADATA_ITEM => {
                 let good = take.u64s()? == [1, GENERATION, FLAG_TREE_BLOCK]
                     && take.u8()? == kind::TREE_BLOCK_REF;
-                ensure(good, || "it is no node of this seed".into())?;
+                ensure(good, || "it is not a node of this seed".into())?;
                 self.nodes.push((key.objectid, key.offset as u8, take.u64()?));
                 take.end()
             }
@@ -92,7 +92,7 @@ impl SpaceBatch {
     fn extent(&mut self, key: Key, mut take: Take) -> Result<()> {
         let [claims, generation, flags] = take.u64s()?;
         let good = generation == GENERATION && flags == FLAG_DATA;
-        ensure(good, || "it is no data extent of this seed".into())?;
+        ensure(good, || "it is not a data extent of this seed".into())?;
         let mut last = u64::MAX;
         while !take.is_empty() {
             let inline = take.u8()? == kind::EXTENT_DATA_REF;

@@ -86,8 +86,8 @@ fn inode_items_agree_with_other_items() {
     wrong("a wrong size", DEVICE, 16, &[5]);
     wrong("device number", DATA, 56, &[5]);
     wrong("and has no checksums", DIRECTORY, 64, &[1]);
-    wrong("has entries and is no directory", DIRECTORY, 52, &0o100755u32.to_le_bytes());
-    wrong("has content and is no file", DATA, 52, &0o010644u32.to_le_bytes());
+    wrong("has entries and is not a directory", DIRECTORY, 52, &0o100755u32.to_le_bytes());
+    wrong("has content and is not a file", DATA, 52, &0o010644u32.to_le_bytes());
     wrong("disagree on types", DEVICE, 52, &0o060644u32.to_le_bytes());
     wrong("cannot be the root", 256, 52, &0o010644u32.to_le_bytes());
     broken("at offset 0", |s| s.edit_key(FILES, (INLINE, 1, 0), (INLINE, 1, 1)));

@@ -218,7 +218,10 @@ fn create(
 ) -> Result<ExitCode> {
     let folder = Folder::of(context.state.root(), name)?;
     if folder.exists() {
-        let what = format!("there is a cache {name} already: `burgeon accelerate destroy {name}`");
+        let what = format!(
+            "cache {name} exists already: remove it with `burgeon accelerate destroy {name}`, or take \
+             another name"
+        );
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     refuse_accelerated(context.state.root())?;

@@ -92,9 +92,7 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
     };
     let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
         let what = match mounts_without_daemon(&context.state) {
-            0 => {
-                "no daemon runs, so nobody has the cache: it runs while something is mounted".into()
-            }
+            0 => "no daemon runs: mount an image first".into(),
             _ => no_daemon(context),
         };
         return Err(Error::new(ErrorKind::Unavailable, what).into());

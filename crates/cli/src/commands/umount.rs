@@ -255,7 +255,7 @@ pub(crate) fn await_release(
         return Ok(());
     }
     if let Some(holders) = fsid.and_then(holders::of) {
-        let then = if lazy { "" } else { "; `burgeon umount --lazy` would not call that an error" };
+        let then = if lazy { "" } else { "; `--lazy` returns success in this case" };
         return Err(Busy(format!(
             "{shown} is unmounted here, but still held by {holders}: it is released when they let go{then}"
         ))

@@ -117,7 +117,7 @@ fn not_mounted(path: &Path, state: &StateDir) -> Finding {
     Finding::bad(
         Level::Problem,
         &format!("mount {}", path.display()),
-        format!("is no mount of the daemon of {}", state.root().display()),
+        format!("is not a mount of the daemon of {}", state.root().display()),
         "programs see what lies below it",
         "mount it; or give the state directory of its daemon by --state-dir",
     )

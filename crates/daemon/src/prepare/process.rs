@@ -160,7 +160,7 @@ fn prepare_here(
         return Ok(());
     }
     let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
-        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
+        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is not a number", e)
     })?;
     let open = Store::open(&store, &Access::from_parent())?;
     let manifest = ObjectKind::Manifest.object(digest)?;

@@ -159,7 +159,7 @@ impl Serving {
     fn checksums(&self, path: &Path, len: u64) -> Result<ChecksumFile> {
         let below = path.strip_prefix(self.state.root()).ok().and_then(ChecksumPath::new);
         let below = below.ok_or_else(|| {
-            let what = format!("{} is no file of recorded checksums", path.display());
+            let what = format!("{} is not a file of recorded checksums", path.display());
             Error::new(ErrorKind::Invalid, what)
         })?;
         let file = self.runtime.block_on(self.opener.open_checksums(&below));

@@ -28,7 +28,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 /// of the path, and only a regular file is opened: opening a FIFO would block.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let odd = || {
-        let what = "it is no regular file, or a part of its path is a symlink, which Burgeon \
+        let what = "it is not a regular file, or a part of its path is a symlink, which Burgeon \
             does not follow: remove it";
         io::Error::new(io::ErrorKind::InvalidData, what)
     };

@@ -176,7 +176,9 @@ impl Supervisor {
         let done = |()| Reply::Done;
         match request {
             Request::Mount(_) | Request::Map(_) | Request::Recorded { .. } => {
-                Err(Error::new(ErrorKind::Invalid, "the answer to this request has a descriptor"))
+                let what =
+                    "this request is only accepted from a client that can receive a descriptor";
+                Err(Error::new(ErrorKind::Invalid, what))
             }
             Request::Mappings { id } => self.mappings(id),
             Request::Pin { id, path, ranges } => self.pin(id, &path, &ranges).map(done),

@@ -109,7 +109,7 @@ pub fn by_reference(
     let opened = File::options().read(true).custom_flags(flags).open(&path).map_err(cannot)?;
     let before = opened.metadata().map_err(cannot)?;
     if !before.is_file() && !before.file_type().is_block_device() {
-        let what = format!("{} is no file, block device or directory", path.display());
+        let what = format!("{} is not a file, block device or directory", path.display());
         return Err(invalid(what));
     }
     // The size of a block device is its end position.

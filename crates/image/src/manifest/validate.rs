@@ -70,7 +70,7 @@ impl Manifest {
             let parent = group[0].parent;
             if !is_dir(parent) || std::mem::replace(&mut listed[parent as usize], true) {
                 return Err(corrupt(format!(
-                    "names in inode {parent}, which is no directory or is listed twice"
+                    "names in inode {parent}, which is not a directory or is listed twice"
                 )));
             }
             let mut names = HashSet::with_capacity(group.len());
@@ -203,7 +203,7 @@ fn check_name(name: &[u8]) -> Result<()> {
     if fits {
         return Ok(());
     }
-    Err(corrupt(format!("{:?} is no file name", String::from_utf8_lossy(name))))
+    Err(corrupt(format!("{:?} is not a file name", String::from_utf8_lossy(name))))
 }
 
 fn check_inode(tree: &Tree, inode: &Inode, data: ByteRange) -> Result<(), &'static str> {
@@ -212,7 +212,7 @@ fn check_inode(tree: &Tree, inode: &Inode, data: ByteRange) -> Result<(), &'stat
         return Err("its mode or time does not exist");
     }
     if inode.rdev != 0 && kind != S_IFCHR && kind != S_IFBLK {
-        return Err("it has a device number but is no device");
+        return Err("it has a device number but is not a device");
     }
     match (kind, inode.body) {
         (S_IFDIR | S_IFCHR | S_IFBLK | S_IFIFO | S_IFSOCK, Body::None) if inode.size == 0 => {}

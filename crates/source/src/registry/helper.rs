@@ -93,7 +93,7 @@ pub fn ask_helper(helper: &str, registry: &str) -> Said {
     }
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if helper.is_empty() || !helper.chars().all(plain) {
-        return Err(format!("{helper:?} is no name of a credential helper"));
+        return Err(format!("{helper:?} is not a name of a credential helper"));
     }
     let name = format!("docker-credential-{helper}");
     let mut command = Command::new(&name);

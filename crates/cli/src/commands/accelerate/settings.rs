@@ -23,13 +23,13 @@ pub(super) fn parse_cutoff(text: &str) -> Result<u64, String> {
 fn parse_percent(text: &str) -> Result<u8, String> {
     match text.strip_suffix('%').unwrap_or(text).parse() {
         Ok(percent @ 0..=100) => Ok(percent),
-        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+        _ => Err(format!("{text:?} is not a share: use 0% to 100%")),
     }
 }
 
 fn parse_seconds(text: &str) -> Result<u64, String> {
     let seconds = text.strip_suffix('s').unwrap_or(text).parse();
-    seconds.map_err(|_| format!("{text:?} is no time: use seconds, such as 30"))
+    seconds.map_err(|_| format!("{text:?} is not a time: use seconds, such as 30"))
 }
 
 /// Bytes a second, or `auto`.

@@ -44,7 +44,7 @@ pub(crate) fn publish_and(
     let kind = fs::symlink_metadata(path).map(|found| found.file_type());
     if kind.is_ok_and(|kind| !kind.is_file() && !kind.is_symlink()) {
         let what =
-            format!("cannot write {}: it is no regular file, and not replaced", path.display());
+            format!("cannot write {}: it is not a regular file, and not replaced", path.display());
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     // node_exporter reads names that end in .prom.

@@ -130,7 +130,8 @@ fn version_of(word: &str) -> Option<Version> {
 fn plain(path: &Path) -> Result<&str> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
     let plain = path.to_str().filter(|path| path.starts_with('/') && path.chars().all(is_plain));
-    let what = || format!("{} is no absolute path of letters, digits and /._-+@", path.display());
+    let what =
+        || format!("{} is not an absolute path of letters, digits and /._-+@", path.display());
     plain.ok_or_else(|| Usage(what()).into())
 }
 
