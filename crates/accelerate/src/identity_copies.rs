@@ -41,7 +41,13 @@ impl<C: LocalFile> Store<C> {
         stored.inspect_err(|_| identity.note_damaged(sequence))?;
         // Durable some time later: until then, only rot of the other copy is without a remedy.
         let second = self.file.write_at(at(sequence + 1), &block.0);
-        second.unwrap_or_else(|error| tracing::warn!(%error, "the second copy of an identity"));
+        second.unwrap_or_else(|error| {
+            tracing::warn!(
+                number = device,
+                %error,
+                "cannot write the second copy of a device's identity"
+            );
+        });
         Ok(())
     }
 

@@ -460,7 +460,7 @@ impl Serving {
                 return false;
             }
             if let Err(e) = self.options.driver.stop(number) {
-                tracing::warn!(error = %e, "an unused device stays");
+                tracing::warn!(error = %e, number, "an unused ublk device stays");
             }
         }
         lock(&self.link).is_none()
@@ -481,7 +481,11 @@ impl Serving {
             match self.hand_over(&stream) {
                 Ok(()) => {
                     if let Err(error) = files::remove_file(&path) {
-                        tracing::warn!(%error, "the socket for a supervisor stays");
+                        tracing::warn!(
+                            path = %path.display(),
+                            %error,
+                            "the socket for a new supervisor stays"
+                        );
                     }
                     return Ok(stream);
                 }
@@ -527,7 +531,11 @@ fn listen_patiently(path: &Path) -> UnixListener {
             Ok(listener) => return listener,
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    tracing::error!(%error, "serving without a supervisor until that works");
+                    tracing::error!(
+                        path = %path.display(),
+                        %error,
+                        "cannot listen for a new supervisor: serving without one, and trying again"
+                    );
                 }
                 thread::sleep(LISTEN_INTERVAL);
             }

@@ -101,7 +101,14 @@ pub(crate) fn take(
         Err(error) => {
             tracing::warn!(mount = %id, %error, "the mount is served: the image's plain file is unusable");
             let removed = files::remove_file(&path);
-            removed.unwrap_or_else(|error| tracing::warn!(%error, "that file stays"));
+            removed.unwrap_or_else(|error| {
+                tracing::warn!(
+                    mount = %id,
+                    path = %path.display(),
+                    %error,
+                    "the unusable plain file stays"
+                );
+            });
             None
         }
     }

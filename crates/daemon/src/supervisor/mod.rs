@@ -196,7 +196,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.in_thread(|it| it.bound_layers_for_ever());
     match status {
         Ok(status) => supervisor.in_thread(move |it| it.tell_status(&status)),
-        Err(error) => tracing::warn!(%error, "there are no metrics"),
+        Err(error) => {
+            tracing::warn!(%error, "cannot open the status socket: metrics are unavailable")
+        }
     }
     supervisor.in_thread(|it| it.watch_devices());
     supervisor.in_thread(move |it| it.end_when_unreachable(is_copied));

@@ -122,7 +122,7 @@ impl Supervisor {
                 }
                 Attempt::ServerDied(error) if attempts == ATTEMPTS => return Err(error),
                 Attempt::ServerDied(error) => {
-                    tracing::warn!(%image, %error, "mounting once more");
+                    tracing::warn!(%image, %error, "the server died: mounting the image once more");
                     attempts += 1;
                 }
             }

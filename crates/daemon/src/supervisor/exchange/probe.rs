@@ -81,7 +81,7 @@ fn thaw_leftovers(beginning: &str) {
         let root = Btrfs::mount(&device, SUBVOLUME, MountAccess::Writable)
             .and_then(|mounted| mounted.open_root());
         if let Ok(root) = root {
-            thaw_at(&root);
+            thaw_at(&root, &device);
         }
     }
 }
