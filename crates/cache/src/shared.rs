@@ -1,5 +1,5 @@
-//! What readers, admissions and the upkeep share: slots and index, arenas, the state under the
-//! store's lock, and space for chunks.
+//! State that readers, admissions and the upkeep share: slots and index, arenas, the state under
+//! the store's lock, and space for chunks.
 //!
 //! ```text
 //!   reserve ─► the next place of the current arena ─► write ─► (found) … forget ─► punched later
@@ -21,7 +21,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
 use crate::{
     CHUNK_LEN_MAX, ChunkKey, Place, Report, Settings,
-    admin::{Admin, Current, Freed, Room},
+    admin::{Admin, Current, Freed, Reservation},
     arena::{self, Arena, Arenas, spare},
     disk::{CacheDisk, IoMode, Space},
     gate::Gate,
@@ -151,13 +151,13 @@ impl Shared {
                 admin.reserve(blocks, &self.arenas)
             };
             match room {
-                Room::At(location) => return Ok(Some(location)),
-                Room::Wait => {
+                Reservation::At(location) => return Ok(Some(location)),
+                Reservation::Wait => {
                     let admin = lock(&self.admin);
                     let waited = self.made.wait_timeout_while(admin, MAKING_MAX, |it| it.making);
                     drop(waited.unwrap_or_else(PoisonError::into_inner));
                 }
-                Room::MakeArena => self.make_arena(bounds)?,
+                Reservation::MakeArena => self.make_arena(bounds)?,
             }
         }
         Ok(None)

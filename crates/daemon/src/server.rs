@@ -247,7 +247,7 @@ fn serve_supervisors(serving: &Arc<Serving>, mut stream: UnixStream) -> Result<(
     let failed = |e| Error::io("cannot keep the stream to the supervisor", e);
     loop {
         *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
-        if serving.handle_messages(&stream)? == Parting::Stop {
+        if serving.handle_messages(&stream)? == Disconnect::Stop {
             serving.cache.flush();
             return Ok(());
         }
@@ -321,21 +321,21 @@ fn the_only_server(state: &StateDir) -> Result<Lock> {
 
 /// Reason for the end of the connection to a supervisor.
 #[derive(PartialEq, Eq)]
-enum Parting {
+enum Disconnect {
     Stop,
     Orphaned,
 }
 
 impl Serving {
     /// Handles the supervisor's messages until the stream ends.
-    fn handle_messages(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
+    fn handle_messages(self: &Arc<Self>, stream: &UnixStream) -> Result<Disconnect> {
         loop {
             let (message, mut fds) = match wire::receive::<ToServer>(stream) {
                 Ok(Some(received)) => received,
-                Ok(None) => return Ok(Parting::Orphaned),
+                Ok(None) => return Ok(Disconnect::Orphaned),
                 Err(e) => {
                     tracing::error!(error = %e, "cannot understand the supervisor");
-                    return Ok(Parting::Orphaned);
+                    return Ok(Disconnect::Orphaned);
                 }
             };
             match message {
@@ -364,7 +364,7 @@ impl Serving {
                     self.tell(&FromServer::Waits { number, waits: self.waits(id, after) });
                 }
                 ToServer::HelperSaid { number, said } => self.helpers.answered(number, said),
-                ToServer::Stop => return Ok(Parting::Stop),
+                ToServer::Stop => return Ok(Disconnect::Stop),
                 ToServer::Unknown => {
                     tracing::warn!(own = VERSION, "ignoring a message of a later supervisor");
                 }

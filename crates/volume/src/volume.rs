@@ -35,7 +35,7 @@ use crate::{
     pool::Pool,
     residency::Residency,
     verify::Checksums,
-    waits::Told,
+    waits::WaitRecord,
 };
 
 /// The lazy data of one image: a map, a source of bytes and the host's cache.
@@ -290,7 +290,7 @@ where
         buf: &mut [u8],
         counters: &Counters,
     ) -> Result<()> {
-        self.read_and_tell(range, buf, counters, &Told::default()).await
+        self.read_and_tell(range, buf, counters, &WaitRecord::default()).await
     }
 
     /// The same; tells of the fetches that it has waited for, also if it fails.
@@ -299,11 +299,11 @@ where
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<()> {
         self.check(range, buf)?;
         let _waiting = self.background_work.reader_waits();
-        self.read_pieces(range, buf, counters, told).await?;
+        self.read_pieces(range, buf, counters, record).await?;
         self.background_work.was_read(range);
         Ok(())
     }
@@ -368,7 +368,7 @@ where
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<()> {
         let mut pending = Pending::default();
         let arrived = Instant::now();
@@ -381,7 +381,7 @@ where
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
                     if !self.read_through_now(index, piece, out) {
-                        self.read_through(index, piece, out, arrived, counters, told).await?;
+                        self.read_through(index, piece, out, arrived, counters, record).await?;
                     }
                     at = piece.end();
                     continue;
@@ -401,7 +401,7 @@ where
                     Joined::NoPermit => {}
                 }
             }
-            if !pending.copy_next(range, buf, counters, told).await? {
+            if !pending.copy_next(range, buf, counters, record).await? {
                 return Ok(());
             }
         }
@@ -433,12 +433,12 @@ impl Pending {
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<bool> {
         let Some((whole, piece, mut waiter)) = self.0.pop_front() else { return Ok(false) };
         let fetched = waiter.fetched().await?;
         fetched.claim(counters);
-        told.fetched(fetched.failed_tries());
+        record.fetched(fetched.failed_tries());
         let skip = (piece.start() - whole.start()) as usize;
         let bytes = &fetched.bytes()?[skip..][..piece.len() as usize];
         part(buf, range, piece).copy_from_slice(bytes);

@@ -43,7 +43,7 @@ pub(super) struct Space {
     /// area.
     lazy_uses: usize,
     nodes: Vec<(u64, u8, u64)>,
-    summed: Vec<Range>,
+    with_checksums: Vec<Range>,
 }
 
 /// A block group: start, length, used bytes, flags.
@@ -145,8 +145,8 @@ pub(super) fn read(
     let right = all.virtual_uses.len() == all.uses.len() - lazy_uses
         && all.virtual_uses.iter().all(|address| *address >= area_start);
     ensure(right, || "an extent is used by the other subvolume".into())?;
-    let summed = read_checksums(reader, roots)?;
-    Ok(Space { extents: all.extents, uses: all.uses, lazy_uses, nodes: all.nodes, summed })
+    let with_checksums = read_checksums(reader, roots)?;
+    Ok(Space { extents: all.extents, uses: all.uses, lazy_uses, nodes: all.nodes, with_checksums })
 }
 
 /// Lazy extents lie in lazy data, each inside one data chunk, and none overlaps another.
@@ -315,17 +315,17 @@ impl Space {
                 "extents and files disagree: {ours:?} in the extent tree, {theirs:?} in a file"
             )));
         }
-        let mut summed: Vec<Range> = Vec::new();
+        let mut with_checksums: Vec<Range> = Vec::new();
         for same in lazy.chunk_by(|a, b| a.address == b.address) {
             let without = same.iter().filter(|one| files.nodatasum.contains(&one.inode)).count();
             ensure(without == 0 || without == same.len(), || {
                 format!("the extent at {} is both with and without checksums", same[0].address)
             })?;
             if without == 0 {
-                append(&mut summed, Range { start: same[0].address, len: same[0].len })?;
+                append(&mut with_checksums, Range { start: same[0].address, len: same[0].len })?;
             }
         }
-        ensure(summed == self.summed, || {
+        ensure(with_checksums == self.with_checksums, || {
             "the blocks with checksums are not those of files with checksums".into()
         })
     }

@@ -41,7 +41,7 @@ use tokio::time::Instant;
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
     Limits, Volume,
-    fetch::{FetchEngine, in_flight::Bill, read_object, retry::Question},
+    fetch::{FetchEngine, in_flight::Bill, read_object, retry::FetchRequest},
     pool::Pool,
     recorded::{RECORDED_CHECKSUM_LEN, RecordedChecksums},
     volume::part,
@@ -354,9 +354,9 @@ where
         }
         let range = source_range(offset, out.len() as u64)?;
         let deadline = self.engine.outage.deadline(Instant::now());
-        let mut question = Computed { source: &self.source, object, range };
+        let mut request = Computed { source: &self.source, object, range };
         let mut bill = Bill::to(counters);
-        out.copy_from_slice(&self.engine.ask(&mut question, deadline, bill.cost()).await?);
+        out.copy_from_slice(&self.engine.ask(&mut request, deadline, bill.cost()).await?);
         Ok(())
     }
 
@@ -380,14 +380,14 @@ where
     }
 }
 
-/// The question for computed bytes, which only their name vouches for.
+/// The request for computed bytes, which only their name vouches for.
 struct Computed<'a, S> {
     source: &'a S,
     object: &'a ObjectId,
     range: ByteRange,
 }
 
-impl<S: BlockSource> Question for Computed<'_, S> {
+impl<S: BlockSource> FetchRequest for Computed<'_, S> {
     type Answer = Bytes;
     type Verified = Bytes;
 

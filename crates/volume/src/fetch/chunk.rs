@@ -23,8 +23,8 @@ use super::{
     in_flight::{Cost, Fetched, InFlight},
     permits::{BackgroundPermit, Permits},
     read_object,
-    retry::Question,
-    shared_keys::Turn,
+    retry::FetchRequest,
+    shared_keys::FetchRight,
 };
 use crate::{Volume, verify::check_blocks};
 
@@ -95,7 +95,7 @@ where
     }
 
     /// The right to fetch a chunk alone, if no other image fetches it now.
-    pub(super) fn turn(&self, index: u32) -> Option<Turn> {
+    pub(super) fn turn(&self, index: u32) -> Option<FetchRight> {
         self.limits.shared_keys.begin(self.residency.own_key(index)?).ok()
     }
 
@@ -106,7 +106,7 @@ where
         index: u32,
         deadline: Instant,
         cost: &mut Cost,
-    ) -> (Result<Pages>, Option<Turn>) {
+    ) -> (Result<Pages>, Option<FetchRight>) {
         let mut turn = None;
         if let Some(key) = self.residency.own_key(index) {
             match self.limits.shared_keys.begin(key) {
@@ -145,7 +145,7 @@ where
         deadline: Instant,
         cost: &mut Cost,
     ) -> Result<Pages> {
-        let pages = self.engine.ask(&mut ChunkQuestion::new(self, index), deadline, cost).await?;
+        let pages = self.engine.ask(&mut ChunkRequest::new(self, index), deadline, cost).await?;
         cost.materialised_bytes += pages.bytes().len() as u64;
         Ok(pages)
     }
@@ -196,20 +196,20 @@ where
     }
 }
 
-/// The question for the stored bytes of a chunk.
-pub(super) struct ChunkQuestion<'a, S, F> {
+/// The request for the stored bytes of a chunk.
+pub(super) struct ChunkRequest<'a, S, F> {
     volume: &'a Volume<S, F>,
     index: u32,
     chunk: Chunk,
 }
 
-impl<'a, S: BlockSource + 'static, F: LocalFile + 'static> ChunkQuestion<'a, S, F> {
+impl<'a, S: BlockSource + 'static, F: LocalFile + 'static> ChunkRequest<'a, S, F> {
     pub(super) fn new(volume: &'a Volume<S, F>, index: u32) -> Self {
         Self { volume, index, chunk: volume.map.chunk(index) }
     }
 }
 
-impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestion<'_, S, F> {
+impl<S: BlockSource + 'static, F: LocalFile + 'static> FetchRequest for ChunkRequest<'_, S, F> {
     type Answer = Bytes;
     type Verified = Pages;
 

@@ -17,7 +17,7 @@
 //!
 //! Invariants, and the tests that hold them:
 //! - At most one fetch of a key is in flight, and every waiter shares its result; a dropped reader
-//!   ends no fetch (`tests/interleavings.rs`, the simulator's bugs `TwoFetches`, `LostWaiter`).
+//!   ends no fetch (held by the simulator and `tests/interleavings.rs`).
 //! - Residency is asked once under the table's lock, so a chunk that has just been kept is not
 //!   fetched again (`tests/interleavings.rs`).
 //! - A reader waits until the deadline of [`outage::Outage`] at most, its wait for a permit

@@ -51,7 +51,7 @@ pub(crate) struct Outage {
 }
 
 /// The number of lines that were left out before one, if there were any.
-type Untold = Option<u64>;
+type Suppressed = Option<u64>;
 
 #[derive(Default)]
 struct State {
@@ -239,7 +239,7 @@ impl Outage {
 
 impl State {
     /// `None` if the limit of lines is reached; else the number of lines that it suppressed before.
-    fn line(&mut self) -> Option<Untold> {
+    fn line(&mut self) -> Option<Suppressed> {
         let now = Instant::now();
         if self.window.is_none_or(|begun| now >= begun + LINES_WINDOW) {
             (self.window, self.lines) = (Some(now), 0);

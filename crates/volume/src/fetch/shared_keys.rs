@@ -36,7 +36,7 @@ type Keys = HashMap<ChunkKey, watch::Receiver<()>>;
 pub struct SharedKeys(Arc<Mutex<Keys>>);
 
 /// The right to fetch a key's chunk alone, given back when dropped.
-pub(crate) struct Turn {
+pub(crate) struct FetchRight {
     keys: SharedKeys,
     key: ChunkKey,
     /// Wakes those that wait, when it goes.
@@ -52,14 +52,14 @@ impl SharedKeys {
     }
 
     /// Takes `key`, or says who has it.
-    pub(crate) fn begin(&self, key: ChunkKey) -> Result<Turn, Other> {
+    pub(crate) fn begin(&self, key: ChunkKey) -> Result<FetchRight, Other> {
         let mut keys = self.guard();
         if let Some(other) = keys.get(&key) {
             return Err(Other(other.clone()));
         }
         let (end, other) = watch::channel(());
         keys.insert(key, other);
-        Ok(Turn { keys: self.clone(), key, _end: end })
+        Ok(FetchRight { keys: self.clone(), key, _end: end })
     }
 }
 
@@ -69,7 +69,7 @@ impl fmt::Debug for SharedKeys {
     }
 }
 
-impl Drop for Turn {
+impl Drop for FetchRight {
     fn drop(&mut self) {
         self.keys.guard().remove(&self.key);
     }
