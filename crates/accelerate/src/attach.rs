@@ -32,7 +32,7 @@ use crate::{
     throttle::Load,
 };
 
-/// What an attachment begins with.
+/// The state that an attachment begins with.
 struct Begun {
     marks: Marks,
     /// Blocks that were dropped.
@@ -127,7 +127,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
                 );
                 Err(Error::new(error.kind(), what))
             }
-            // What could not be read may be the right device.
+            // A device that could not be read may be the right one.
             Err(error)
                 if options.accepts_loss
                     && matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Corrupt) =>

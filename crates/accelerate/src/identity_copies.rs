@@ -65,7 +65,7 @@ impl<C: LocalFile> Store<C> {
             identity.go_on_from(stored.sequence);
         }
         identity.take(device);
-        // What is not stored is taken anew the next time.
+        // An identity that is not stored is taken anew the next time.
         self.put_identity(number, identity).inspect_err(|_| identity.leave())
     }
 

@@ -1,4 +1,4 @@
-//! What the log of dirty blocks keeps under its one lock; see `log.rs`. No I/O is done under it.
+//! The state of the log of dirty blocks, under its one lock; see `log.rs`. No I/O is done under it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 

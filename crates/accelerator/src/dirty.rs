@@ -248,7 +248,7 @@ pub(crate) fn record_distrust(place: &Path, dirty: &[Dirty]) -> Result<()> {
     put_durably(place, &text).map_err(failed)
 }
 
-/// What [`record_distrust`] has recorded; `Corrupt` if it cannot be read.
+/// The record of [`record_distrust`]; `Corrupt` if it cannot be read.
 pub(crate) fn gone(place: &Path) -> Result<Vec<Dirty>> {
     let text =
         fs::read(place).map_err(|e| Error::io(format!("cannot read {}", place.display()), e))?;

@@ -156,7 +156,7 @@ impl Folder {
         if self.is_served() {
             return Ok(());
         }
-        // What stops a supervisor is said here, where the user sees it.
+        // An error that stops a supervisor is reported here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");
         let mut starter = match Path::new("/run/systemd/system").is_dir() {

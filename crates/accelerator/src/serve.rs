@@ -66,7 +66,7 @@ const BLOCKS_AT_ONCE: usize = 2048;
 /// Questions that are answered at once.
 const ANSWERS_MAX: u32 = 16;
 
-/// What a server is to serve.
+/// The cache and the devices that a server serves.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Plan {
     pub(crate) cache: PathBuf,
@@ -136,7 +136,7 @@ pub fn serve_process() -> ExitCode {
     }
 }
 
-/// What all parts of the server share.
+/// The state that all parts of the server share.
 struct Serving {
     store: Arc<Store<Disk>>,
     devices: Vec<Device>,

@@ -24,7 +24,7 @@ pub struct Space {
     pub free: u64,
 }
 
-/// How a file is read and written.
+/// The mode in which a file is read and written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum IoMode {
     /// In whole blocks, past the page cache where the file system allows it.

@@ -82,7 +82,7 @@ pub(crate) fn run(
 /// Counts the chunks' space in each arena, and what the arena takes beyond it.
 fn count(shared: &Shared, gaps: &mut Vec<(u32, u64)>) {
     let mut admin = lock(&shared.admin);
-    // What replays freed may be in use again: the gaps are what counts.
+    // Space that replays freed may be in use again: the gaps count.
     admin.freed.clear();
     admin.records.clear();
     let mut used = 0;

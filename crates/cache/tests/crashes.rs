@@ -56,7 +56,7 @@ fn no_moment_of_a_checkpoint_loses_what_was_synced() {
 }
 
 #[test]
-fn what_a_killed_server_has_left_counts() {
+fn remains_of_a_killed_server_count() {
     (0..20).for_each(left_over);
 }
 

@@ -65,7 +65,7 @@ fn admitted_chunks_are_found_again_after_a_restart() {
 }
 
 #[test]
-fn what_was_not_recorded_is_freed_by_the_next_start() {
+fn unrecorded_chunks_are_freed_by_the_next_start() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), settings(64 * MIB));
     fill(&cache, 0..100);

@@ -1,4 +1,4 @@
-//! What each policy owes the store, and what Forecast is for.
+//! The duties of each policy to the store, and the benefit of Forecast.
 
 use std::collections::BTreeSet;
 

@@ -415,7 +415,7 @@ fn by_the_kernel(device: &Path) -> [u64; 2] {
     [fields[2] * 512, fields[6] * 512]
 }
 
-/// What `stats` says of both devices is what the kernel has counted.
+/// `stats` counts the same bytes of both devices as the kernel.
 #[test]
 fn the_kernel_counts_the_same_bytes() {
     let space = Space::new("accel-counts");

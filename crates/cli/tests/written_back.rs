@@ -151,7 +151,7 @@ fn an_xfs_in_write_back_survives_its_server() {
 /// All that was flushed lies in the log of the cache alone; nothing else gets at it, and it comes
 /// back.
 #[test]
-fn what_was_flushed_survives_supervisor_and_server() {
+fn flushed_writes_survive_supervisor_and_server() {
     let space = Space::new("back-dead");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let ends = Ends(&burgeon);

@@ -5,8 +5,8 @@
 //!     ─► it adopts the server ─► kill server ─► the supervisor starts another
 //! ```
 //!
-//! What can be known before is known before anything is killed: the rehearsal, and the program that
-//! systemd would start instead of this one.
+//! All checks precede any kill: the rehearsal, and the program that systemd would start instead of
+//! this one.
 //!
 //! The supervisor first: only a new one starts a new server. Each death makes readers wait, without
 //! errors (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's death costs errors, so

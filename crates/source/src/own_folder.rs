@@ -62,7 +62,7 @@ impl OwnFolder {
         entries.map(|entry| entry.map(|entry| entry.file_name()).map_err(&failed)).collect()
     }
 
-    /// What `with` makes of each entry. `verb` is for errors.
+    /// The results of `with` for all entries. `verb` is for errors.
     pub(crate) fn each<T>(
         &self,
         verb: &str,

@@ -7,8 +7,8 @@
 //!                          └── not_good(block, why)
 //! ```
 //!
-//! Invariant: no resident byte is served that this module has not compared, at every read (the
-//! simulator's bugs `SkipCachedChecksum`, `CheckFirstBlockOnly` and `TrustLoadedChunks`).
+//! Invariant: no resident byte is served that this module has not compared, at every read (held
+//! by the simulator).
 
 use std::sync::Arc;
 

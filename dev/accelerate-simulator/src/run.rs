@@ -25,7 +25,7 @@ const NAMES: [&str; 2] = ["first", "second"];
 /// Sectors of the longest request.
 pub(crate) const LEN_MAX: u64 = 40;
 
-/// What happened in a run.
+/// The events of a run, counted.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Report {
     /// Operations on the devices.
@@ -68,7 +68,7 @@ pub(crate) struct World {
     pub(crate) slow: [Disk; 2],
     pub(crate) models: [Model; 2],
     version: u64,
-    /// What `Distrust` has recorded.
+    /// The record of `Distrust`.
     distrusted: Arc<AtomicBool>,
     /// The cache has a log. Then nothing is promised over a cache device that lies.
     logged: bool,

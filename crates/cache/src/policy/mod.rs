@@ -23,7 +23,7 @@ pub use tiny_lfu::TinyLfu;
 
 use crate::Why;
 
-/// How full the cache is.
+/// The fill level of the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pressure {
     /// There is room: everything is admitted.

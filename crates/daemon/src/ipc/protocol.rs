@@ -466,7 +466,7 @@ pub enum Reply {
     Status(Box<Status>),
     /// The request about the host's cache is done.
     Cache(CacheAnswer),
-    /// How a mount can be let go.
+    /// The manner in which a mount can be let go.
     LetGo {
         /// The reason why only the next mount of the image can have the plain file; none if this
         /// one can.

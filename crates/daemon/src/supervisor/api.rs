@@ -216,7 +216,7 @@ impl Supervisor {
     }
 }
 
-/// Whether a request was answered.
+/// The outcome of a request that may have been answered.
 enum Answered {
     /// With a descriptor; the answer was sent, or could not be.
     Sent(Result<()>),

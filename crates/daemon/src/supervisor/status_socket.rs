@@ -192,7 +192,7 @@ mod tests {
         let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();
         assert_eq!((sent.mounts_now.len(), sent.mounts.len()), (all, all));
 
-        // What cannot be shortened loses mounts: totals of stores stay.
+        // A message that cannot be shortened loses mounts: totals of stores stay.
         let bytes = encode(snapshot(&"x".repeat(4096))).unwrap();
         assert!(bytes.len() <= MESSAGE_MAX + 4);
         let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();

@@ -131,7 +131,7 @@ fn make(
     Ok(Made { done, noted, read: Vec::new() })
 }
 
-/// What the tasks of a child have in common.
+/// The state that the tasks of a child share.
 struct Child<'a> {
     context: Context,
     store: Store,

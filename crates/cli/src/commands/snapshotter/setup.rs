@@ -135,7 +135,7 @@ fn plain(path: &Path) -> Result<&str> {
     plain.ok_or_else(|| Usage(what()).into())
 }
 
-/// Whether `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
+/// True if `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
 /// at all. containerd 1.x merges no section of a plugin with an imported one.
 fn own_cri(prefix: &Path) -> Option<bool> {
     let config = prefix.join(CONFIG);
