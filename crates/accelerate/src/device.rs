@@ -36,7 +36,7 @@ use crate::{
     mode::Mode,
     records::DeviceBitmaps,
     sets::Slot,
-    store::Store,
+    store::CacheStore,
     streams::Streams,
     throttle::Load,
     tier::Tier,
@@ -67,7 +67,7 @@ impl DeviceOptions {
 
 /// A slow device behind a cache.
 pub struct CachedDevice<C: LocalFile, S> {
-    pub(crate) store: Arc<Store<C>>,
+    pub(crate) store: Arc<CacheStore<C>>,
     pub(crate) slow: Arc<S>,
     pub(crate) name: String,
     pub(crate) number: u8,
@@ -95,7 +95,7 @@ impl<C: LocalFile, S> Drop for CachedDevice<C, S> {
 
 /// Slots that a write keeps reserved for its blocks; given back when it is dropped.
 struct Slots<'a, C: LocalFile> {
-    store: &'a Store<C>,
+    store: &'a CacheStore<C>,
     slots: Vec<Option<Slot>>,
 }
 
@@ -112,7 +112,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     /// The cache.
-    pub fn store(&self) -> &Arc<Store<C>> {
+    pub fn store(&self) -> &Arc<CacheStore<C>> {
         &self.store
     }
 

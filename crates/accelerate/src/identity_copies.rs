@@ -12,10 +12,10 @@ use crate::{
     identity::{Clean, FIRST, Identity, Stored, cut},
     keys::Key,
     sets::check_of,
-    store::Store,
+    store::CacheStore,
 };
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// The identity that is stored of a device.
     pub(crate) fn stored_identity(&self, device: u8) -> Result<Option<Stored>> {
         let mut newest: Option<Stored> = None;

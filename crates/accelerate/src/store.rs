@@ -62,7 +62,7 @@ pub type Distrust = Box<dyn Fn(&[Dirty]) -> Result<()> + Send + Sync>;
 pub(crate) type Backings = [Option<Arc<Backing>>; DEVICES_MAX];
 
 /// A cache device.
-pub struct Store<C> {
+pub struct CacheStore<C> {
     pub(crate) file: C,
     id: [u8; 16],
     pub(crate) layout: Layout,
@@ -165,7 +165,7 @@ fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
     recover(file, &head.layout, &head.log, head.id, blocks_max, &tails)
 }
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// Opens the cache on `file`, a device or file of `size` bytes.
     pub fn open(
         file: C,

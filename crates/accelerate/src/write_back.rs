@@ -24,7 +24,7 @@ use crate::{
     keys::Key,
     locks::Span,
     log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
-    store::Store,
+    store::CacheStore,
     throttle::{AtOnce, Moment, Throttle, Waiting},
 };
 
@@ -36,20 +36,20 @@ const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// When dirty blocks are written back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits {
+pub struct DirtyLimits {
     /// Percentage of the log from which on it is written back.
     pub percent: u8,
     /// Age in seconds from which on a block is written back.
     pub seconds: u64,
 }
 
-impl Default for Limits {
+impl Default for DirtyLimits {
     fn default() -> Self {
         Self { percent: 50, seconds: 30 }
     }
 }
 
-impl<C: LocalFile> Heads for Store<C> {
+impl<C: LocalFile> Heads for CacheStore<C> {
     fn open_segment(&self, segment: u32) -> Result<()> {
         self.store_head(|head| head.log.open = Some(segment))
     }
@@ -59,7 +59,7 @@ impl<C: LocalFile> Heads for Store<C> {
     }
 }
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// Dirty blocks in the log, also those that are on their slow device already; and the
     /// percentage of the log that is in use.
     pub fn dirty(&self) -> (u64, u8) {
@@ -154,7 +154,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Writes back what is older or more than `limits` say; `now` is a clock's seconds.
-    pub fn write_back_due(&self, limits: Limits, now: u64) -> Result<()> {
+    pub fn write_back_due(&self, limits: DirtyLimits, now: u64) -> Result<()> {
         while self.write_back_throttled(limits, now, &AtOnce)? {}
         Ok(())
     }
@@ -163,7 +163,7 @@ impl<C: LocalFile> Store<C> {
     /// turn. True if more may be due.
     pub fn write_back_throttled(
         &self,
-        limits: Limits,
+        limits: DirtyLimits,
         now: u64,
         throttle: &dyn Throttle,
     ) -> Result<bool> {

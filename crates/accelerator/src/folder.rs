@@ -21,7 +21,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, Result};
 use serde_json::Value;
 
-use crate::control::{Ask, ask};
+use crate::control::{ControlRequest, ask};
 
 /// `argv[0]` of the processes of a cache.
 const SERVING: &str = "@burgeon";
@@ -131,13 +131,13 @@ impl Folder {
     }
 
     /// Asks the server. `NotFound` if nothing is attached.
-    pub fn ask_server(&self, question: &Ask) -> Result<Value> {
+    pub fn ask_server(&self, question: &ControlRequest) -> Result<Value> {
         ask(&self.serve_socket(), question)
     }
 
     /// Asks the supervisor. `NotFound` if nothing is attached, `Unavailable` if it is dead, and its
     /// server is not.
-    pub fn ask_supervisor(&self, question: &Ask) -> Result<Value> {
+    pub fn ask_supervisor(&self, question: &ControlRequest) -> Result<Value> {
         match ask(&self.supervise_socket(), question) {
             Err(error) if error.kind() == ErrorKind::NotFound && self.is_served() => {
                 let what = format!(

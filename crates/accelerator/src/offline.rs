@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Dirty, Mode, Store, Trust, policy::PolicyKind,
+    CacheStore, CachedDevice, DeviceOptions, Dirty, Mode, Trust, policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
@@ -66,11 +66,11 @@ pub fn flush(folder: &Folder, name: &str) -> Result<u64> {
     Ok(bytes)
 }
 
-fn open(folder: &Folder) -> Result<Arc<Store<Disk>>> {
+fn open(folder: &Folder) -> Result<Arc<CacheStore<Disk>>> {
     let file = Disk::open(&folder.cache()?)?;
     let (size, place) = (file.size(), folder.distrust());
     let distrust = Box::new(move |dirty: &[Dirty]| record_distrust(&place, dirty));
-    let store = Store::open(file, size, Trust::Cold, PolicyKind::Clock, distrust)?;
+    let store = CacheStore::open(file, size, Trust::Cold, PolicyKind::Clock, distrust)?;
     if folder.is_its_cache(store.id()) {
         return Ok(Arc::new(store));
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use burgeon_accelerate::{CachedDevice, Count, Store};
+use burgeon_accelerate::{CacheStore, CachedDevice, Count};
 use burgeon_block::{BLOCK_SIZE, Counters, HistogramSnapshot};
 use serde_json::{Value, json};
 
@@ -17,7 +17,7 @@ const GONE_MAX: usize = 16;
 
 /// The document.
 pub(crate) fn document<'a>(
-    store: &Store<Disk>,
+    store: &CacheStore<Disk>,
     devices: impl Iterator<Item = &'a CachedDevice<Disk, Disk>>,
     writing_back: &WritingBack,
 ) -> Value {

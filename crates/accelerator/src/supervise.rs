@@ -42,7 +42,7 @@ use serde_json::{Value, json};
 
 use crate::{
     announced::Announced,
-    control::{Answer, Ask, Attach, Set, question, receive, reply},
+    control::{Attach, ControlAnswer, ControlRequest, Set, question, receive, reply},
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::{Folder, serving, take_serving_name},
@@ -200,11 +200,11 @@ impl Supervisor {
         let _ = fs::remove_file(self.folder.supervise_socket());
     }
 
-    fn answer(&mut self, ask: Ask) -> Result<Value> {
+    fn answer(&mut self, ask: ControlRequest) -> Result<Value> {
         match ask {
-            Ask::Attach(attach) => self.attach(attach),
-            Ask::Detach { name, leave_dirty } => self.detach(&name, leave_dirty),
-            Ask::Set(set) => self.remember(set),
+            ControlRequest::Attach(attach) => self.attach(attach),
+            ControlRequest::Detach { name, leave_dirty } => self.detach(&name, leave_dirty),
+            ControlRequest::Set(set) => self.remember(set),
             _ => Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
         }
     }
@@ -375,7 +375,8 @@ impl Supervisor {
                 || Error::new(ErrorKind::Unavailable, "the server of the cache does not run");
             return if may_be_dirty { Err(what()) } else { Ok(0) };
         }
-        let question = Ask::WriteBack { name: name.to_owned(), before: None, ends: true };
+        let question =
+            ControlRequest::WriteBack { name: name.to_owned(), before: None, ends: true };
         let answer = self.folder.ask_server(&question)?;
         Ok(answer["dirty_bytes"].as_u64().unwrap_or(u64::MAX))
     }
@@ -570,7 +571,7 @@ fn first_answer(child: &mut Child, limit: Duration) -> Result<Value> {
     let what = || Error::new(ErrorKind::Unavailable, "a process of the cache does not answer");
     let stdout = child.stdout.take().ok_or_else(what)?;
     let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || sender.send(receive::<Answer>(stdout)));
+    thread::spawn(move || sender.send(receive::<ControlAnswer>(stdout)));
     receiver.recv_timeout(limit).map_err(|_| what())??.into_result()
 }
 

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Limits, Moment, Store, Throttle};
+use burgeon_accelerate::{CacheStore, DirtyLimits, Moment, Throttle};
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -48,7 +48,7 @@ pub(crate) struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        let Limits { percent, seconds } = Limits::default();
+        let DirtyLimits { percent, seconds } = DirtyLimits::default();
         Self { percent, seconds, rate: 0 }
     }
 }
@@ -116,16 +116,16 @@ impl WritingBack {
     }
 
     /// Until [`Self::end`].
-    pub(crate) fn run(&self, store: &Store<Disk>) {
+    pub(crate) fn run(&self, store: &CacheStore<Disk>) {
         let mut wait = LOOK;
         while !self.is_ending.load(SeqCst) {
             let (limits, rate) = {
                 let State { settings, is_all, .. } = *self.state();
                 match is_all {
-                    true => (Limits { percent: 0, seconds: 0 }, u64::MAX),
+                    true => (DirtyLimits { percent: 0, seconds: 0 }, u64::MAX),
                     false => {
                         let Settings { percent, seconds, rate } = settings;
-                        (Limits { percent, seconds }, rate)
+                        (DirtyLimits { percent, seconds }, rate)
                     }
                 }
             };

@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::Folder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, counter, file_of, hash_of, mount, read_files, run,
@@ -235,7 +235,8 @@ fn settings_outlive_the_server() {
     let checked: Value = serde_json::from_str(&checked).unwrap();
     assert_eq!(checked["compared_blocks"], used);
     let folder = Folder::of(burgeon.state(), "fast").unwrap();
-    let part = folder.ask_server(&Ask::Check { name: "accel-set".into(), from: 0 }).unwrap();
+    let part =
+        folder.ask_server(&ControlRequest::Check { name: "accel-set".into(), from: 0 }).unwrap();
     assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");
     distributions_are_right(&burgeon, &device);
     // Another attachment without a policy leaves it.

@@ -15,7 +15,7 @@ use std::{
     thread,
 };
 
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::Folder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, file_of, hash_of, is_dirty, mount, read_files, run,
@@ -428,7 +428,7 @@ fn a_flush_ends_under_writes() {
     let folder = Folder::of(burgeon.state(), "fast").unwrap();
     // Nothing is dirty any more, which is known a moment later.
     assert!(wait_until(PATIENCE, || folder.dirty().is_empty()), "it counts as dirty");
-    assert!(folder.ask_server(&Ask::Status).is_ok());
+    assert!(folder.ask_server(&ControlRequest::Status).is_ok());
     burgeon.ok(&["accelerate", "detach", "back-flush"]);
     assert!(hash_of(&image) == seen, "the slow device differs");
     burgeon.ok(&["accelerate", "destroy", "fast"]);

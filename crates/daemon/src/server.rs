@@ -55,7 +55,7 @@ use burgeon_source::{
     opening::{Manner, Opener, Opening, open_files_by},
     registry::ask_helpers_by,
 };
-use burgeon_volume::Limits;
+use burgeon_volume::VolumeLimits;
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
@@ -112,7 +112,7 @@ struct Serving {
     _lock: Lock,
     runtime: Runtime,
     /// Shared by all volumes, and with it one memory limit.
-    limits: Limits,
+    limits: VolumeLimits,
     /// Shared by all volumes, too.
     cache: Arc<Cache>,
     /// The bytes that all mounts have read.
@@ -202,7 +202,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         scrub: Mutex::default(),
         claimed: Mutex::default(),
         state,
-        limits: Limits::default(),
+        limits: VolumeLimits::default(),
         tasks: Tasks::default(),
         mounts: Mutex::default(),
         refused: Mutex::default(),

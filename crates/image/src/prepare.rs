@@ -12,7 +12,7 @@ use bytes::Bytes;
 
 use rustix::fs::OFlags;
 
-use crate::{AddressMap, Limits, Manifest, catalog, invalid, open_own};
+use crate::{AddressMap, Manifest, ManifestLimits, catalog, invalid, open_own};
 
 /// Nodes in a sparse file, at their addresses.
 struct NodeFile {
@@ -66,7 +66,7 @@ pub fn prepare(
     digest: &Digest,
     folder: &Path,
     wanted: Wanted,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
     mapped: impl FnOnce(),
 ) -> Result<SeedInfo> {
@@ -109,7 +109,7 @@ pub fn prepare_map(
     store: &impl ObjectStore,
     digest: &Digest,
     folder: &Path,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
 ) -> Result<()> {
     let (manifest, _) = load(store, digest, limits, bounded)?;
@@ -120,7 +120,7 @@ pub fn prepare_map(
 fn load(
     store: &impl ObjectStore,
     digest: &Digest,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
 ) -> Result<(Manifest, Bytes)> {
     let bytes = catalog::load_bytes(store, digest)?;

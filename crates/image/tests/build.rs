@@ -429,7 +429,7 @@ fn an_image_is_prepared_for_mounting() {
     let report = from_directory(&store, "test", &root);
     let digest = report.image.digest().unwrap();
     let manifest = load(&store, &report);
-    let limits = burgeon_image::Limits::default();
+    let limits = burgeon_image::ManifestLimits::default();
     let has = |name| folder.path().join(name).exists();
     let mut told = 0;
     let on_map = || {

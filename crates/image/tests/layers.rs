@@ -12,7 +12,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
-    Limits, Manifest, Wanted,
+    Manifest, ManifestLimits, Wanted,
     builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin, Report},
 };
 
@@ -98,7 +98,7 @@ fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
     let described = described.collect::<Result<Vec<_>>>()?;
     let report = builder::describe_layers(&store, "layers", described, &options(), &object)?;
     let manifest: Manifest = load(&store, &report);
-    manifest.validate(&Limits::default())?;
+    manifest.validate(&ManifestLimits::default())?;
     let (data, mut at) = (data.into_inner().unwrap(), 0);
     for chunk in &manifest.chunks {
         let len = chunk.len() as usize;
@@ -419,7 +419,7 @@ fn an_image_of_lists_gets_the_checksums_that_a_complete_copy_gives() {
             fs::File::open(&path).unwrap()
         });
         let wanted = Wanted { checksums, ..Wanted::default() };
-        let limits = burgeon_image::Limits::default();
+        let limits = burgeon_image::ManifestLimits::default();
         burgeon_image::prepare(&store, digest, folder.path(), wanted, &limits, |_| {}, || {})
     };
     let seed_has = |sums: &[u8]| {
@@ -485,7 +485,7 @@ fn a_manifest_without_checksums_claims_none() {
     let bytes = Rng::new(3).bytes(5000);
     let none = archive(&[]);
     let (sound, _) = list_layers(&[listed("a", 5000, &[(0, 5000, 0)])], &bytes, &none).unwrap();
-    sound.validate(&Limits::default()).unwrap();
+    sound.validate(&ManifestLimits::default()).unwrap();
     type Lie = fn(&mut Manifest);
     let lies: [Lie; 4] = [
         |manifest| manifest.block_checksums[5] = 1,
@@ -496,7 +496,7 @@ fn a_manifest_without_checksums_claims_none() {
     for (number, lie) in lies.into_iter().enumerate() {
         let mut manifest = sound.clone();
         lie(&mut manifest);
-        let error = manifest.validate(&Limits::default()).unwrap_err();
+        let error = manifest.validate(&ManifestLimits::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
     }
 }

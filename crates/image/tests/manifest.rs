@@ -4,7 +4,7 @@
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, ErrorKind, ObjectId};
 use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Span, Tree, Xattr};
-use burgeon_image::{AddressMap, ChunkEntry, Codec, Limits, Manifest};
+use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest, ManifestLimits};
 use proptest::prelude::*;
 
 const DIR: u32 = 0o040755;
@@ -88,7 +88,7 @@ fn sample() -> Manifest {
 }
 
 fn decode(bytes: &[u8]) -> burgeon_block::Result<Manifest> {
-    Manifest::decode(bytes, &Limits::default())
+    Manifest::decode(bytes, &ManifestLimits::default())
 }
 
 /// The tree as a reader sees it, in any order of the blob.
@@ -221,11 +221,11 @@ fn hostile_manifests_are_refused() {
 #[test]
 fn manifests_beyond_the_limits_are_refused() {
     let (bytes, _) = sample().encode(1).unwrap();
-    let usual = Limits::default();
+    let usual = ManifestLimits::default();
     for limits in [
-        Limits { bytes_max: 100, ..usual },
-        Limits { data_max: 3 * BLOCK_SIZE, ..usual },
-        Limits { items_max: 2, ..usual },
+        ManifestLimits { bytes_max: 100, ..usual },
+        ManifestLimits { data_max: 3 * BLOCK_SIZE, ..usual },
+        ManifestLimits { items_max: 2, ..usual },
     ] {
         let error = Manifest::decode(&bytes, &limits).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");

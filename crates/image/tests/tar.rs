@@ -409,7 +409,7 @@ proptest::proptest! {
         }
         bytes.truncate(cut.max(len / 2));
         if let Ok(manifest) = from_tar(&store, bytes) {
-            manifest.validate(&burgeon_image::Limits::default()).unwrap();
+            manifest.validate(&burgeon_image::ManifestLimits::default()).unwrap();
             data(&store, &manifest);
         }
     }

@@ -29,7 +29,7 @@ use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
 use crate::{
-    CacheAccess, CacheState, Limits, PrefetchedBytes,
+    CacheAccess, CacheState, PrefetchedBytes, VolumeLimits,
     background::{BackgroundWork, prefetched::Purpose},
     fetch::{FetchEngine, Joined, in_flight::Waiter},
     pool::Pool,
@@ -52,7 +52,7 @@ pub struct Volume<S, F> {
     pub(crate) residency: Residency<Arc<AddressMap>>,
     pub(crate) checksums: Checksums<F>,
     pub(crate) engine: FetchEngine,
-    pub(crate) limits: Limits,
+    pub(crate) limits: VolumeLimits,
     pub(crate) cpu: Pool,
     pub(crate) writers: Pool,
     pub(crate) background_work: BackgroundWork,
@@ -64,7 +64,7 @@ pub struct Volume<S, F> {
 
 /// A look at a volume's health, for `status`.
 #[derive(Clone, Debug)]
-pub struct Status {
+pub struct VolumeStatus {
     /// Resident bytes; each is still verified when read. Of very large images an estimate.
     pub materialised_bytes: u64,
     /// The state of the cache: fetched chunks are kept, or not.
@@ -94,7 +94,12 @@ where
     F: LocalFile + 'static,
 {
     /// A volume over `cache`, which may hold anything at all.
-    pub fn new(map: Arc<AddressMap>, source: S, cache: CacheAccess, limits: Limits) -> Arc<Self> {
+    pub fn new(
+        map: Arc<AddressMap>,
+        source: S,
+        cache: CacheAccess,
+        limits: VolumeLimits,
+    ) -> Arc<Self> {
         Self::over(map, source, (cache, None), limits)
     }
 
@@ -107,7 +112,7 @@ where
         source: S,
         cache: CacheAccess,
         checksums: F,
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         Self::over(map, source, (cache, Some(checksums)), limits)
     }
@@ -116,7 +121,7 @@ where
         map: Arc<AddressMap>,
         source: S,
         (cache, checksums): (CacheAccess, Option<F>),
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
         let (data, checksums) = (map.data_range(), Checksums::new(&map, checksums, &limits));
@@ -168,9 +173,9 @@ where
     }
 
     /// The volume's health.
-    pub fn status(&self) -> Status {
+    pub fn status(&self) -> VolumeStatus {
         let prefetched_bytes = |purpose| self.background_work.prefetched_bytes(purpose);
-        Status {
+        VolumeStatus {
             materialised_bytes: self.materialised_bytes(),
             cache: match self.checksums.state() {
                 CacheState::Writing => self.residency.state(),

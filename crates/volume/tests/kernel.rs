@@ -11,7 +11,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Counters};
 use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, Limits};
+use burgeon_volume::{CacheAccess, VolumeLimits};
 use common::{CHUNKS, Source, TestVolume, image};
 use rustix::mount::MountFlags;
 use testkit::Space;
@@ -34,7 +34,7 @@ async fn on_a_full_disk(space: &Space) {
     let store = Arc::new(cache);
     let access = CacheAccess { store: Arc::clone(&store) as _, domain: Domain::PUBLIC };
     let (source, counters) = (Source::of(&image), Counters::default());
-    let (map, limits) = (Arc::clone(&image.map), Limits::default());
+    let (map, limits) = (Arc::clone(&image.map), VolumeLimits::default());
     let volume = TestVolume::new(map, source.clone(), access, limits);
     let all = image.map.data_range();
     let read = async || {

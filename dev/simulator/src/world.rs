@@ -4,7 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
 use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, Fill, FillState, Limits, ProfilePrefetch, ProfileState, Volume};
+use burgeon_volume::{
+    CacheAccess, Fill, FillState, ProfilePrefetch, ProfileState, Volume, VolumeLimits,
+};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -32,7 +34,7 @@ pub(crate) struct World {
     volume: Arc<SimVolume>,
     cache: Arc<Cache>,
     counters: Arc<Counters>,
-    limits: Limits,
+    limits: VolumeLimits,
     readers: Vec<JoinHandle<Result<(), String>>>,
     fill: Option<Fill>,
     profile: Option<ProfilePrefetch>,
@@ -41,7 +43,12 @@ pub(crate) struct World {
 
 impl World {
     /// Starts the machine: `model`'s image over the content of `disk`.
-    pub(crate) fn boot(model: &Arc<Model>, disk: &Disk, limits: &Limits, rng: &mut Rng) -> Self {
+    pub(crate) fn boot(
+        model: &Arc<Model>,
+        disk: &Disk,
+        limits: &VolumeLimits,
+        rng: &mut Rng,
+    ) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
         let cache =

@@ -16,7 +16,7 @@ use std::{
 use anyhow::Result;
 use burgeon_accelerate::{Mode, format::Layout, policy::PolicyKind};
 use burgeon_accelerator::{
-    control::{Ask, Attach},
+    control::{Attach, ControlRequest},
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::{Folder, check_name},
@@ -320,7 +320,7 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     // Said here before anything starts; the supervisor opens it again, for good.
     drop(Disk::open(&attach.slow)?);
     folder.start_supervisor()?;
-    let done = folder.ask_supervisor(&Ask::Attach(attach))?;
+    let done = folder.ask_supervisor(&ControlRequest::Attach(attach))?;
     if let Some(note) = done["note"].as_str() {
         eprintln!("note: {note}; the device is served in {}", text(&done["mode"]));
     }
@@ -332,7 +332,7 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
     let folder = find(context, name)?;
     let (mut compared, mut wrong, mut next) = (0, 0, Some(0));
     while let Some(from) = next {
-        let done = folder.ask_server(&Ask::Check { name: name.to_owned(), from })?;
+        let done = folder.ask_server(&ControlRequest::Check { name: name.to_owned(), from })?;
         compared += done["compared_blocks"].as_u64().unwrap_or(0);
         wrong += done["wrong_blocks"].as_u64().unwrap_or(0);
         next = done["next"].as_u64().and_then(|next| u32::try_from(next).ok());

@@ -22,7 +22,7 @@ use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{
-    ChecksumFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume,
+    ChecksumFile, LazyDevice, RECORDED_CHECKSUM_LEN, VirtualArea, Volume, VolumeLimits,
 };
 
 use super::{Serving, SharedCounters, lock};
@@ -140,7 +140,7 @@ impl Serving {
         let objects = Objects::new(store, references).with_access(&origin.access);
         let _runtime = self.runtime.enter();
         let image = owner.image.as_str().into();
-        let (map, limits) = (Arc::new(map), Limits { image, ..self.limits.clone() });
+        let (map, limits) = (Arc::new(map), VolumeLimits { image, ..self.limits.clone() });
         let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
             true => {

@@ -76,7 +76,7 @@ use burgeon_source::Directory;
 use crate::{
     holder,
     host::{backing_devices, cgroup::OwnCgroup, harden, namespace, program, signals},
-    ipc::{self, client::socket_path, protocol::Failure},
+    ipc::{self, client::socket_path, protocol::WireError},
     log, start,
     state::{
         cache::Bounds,
@@ -125,7 +125,7 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
         Err(e) => {
             log::prepare_to_end();
             tracing::error!(error = %e, "the daemon cannot start");
-            say(&serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            say(&serde_json::to_string(&WireError::from(e)).unwrap_or_default());
             ExitCode::FAILURE
         }
     }

@@ -13,7 +13,7 @@ impl Manifest {
     /// The manifest's bytes, compressed with zstd at `level`, and their digest, which is the
     /// image's identity. `Invalid` if the manifest breaks a rule of [`Self::decode`].
     pub fn encode(&self, level: i32) -> Result<(Vec<u8>, Digest)> {
-        self.validate(&Limits::default())?;
+        self.validate(&ManifestLimits::default())?;
         let tree = &self.tree;
         let (names, inline, xattr_bytes) = (names(tree), bodies(tree), xattr_bytes(tree));
         let objects = objects::encode(&self.objects);

@@ -29,7 +29,7 @@ const LINK_MAX: u32 = 65535;
 
 impl Manifest {
     /// Checks every rule. `Corrupt` names the broken rule, `Invalid` the exceeded limit.
-    pub fn validate(&self, limits: &Limits) -> Result<()> {
+    pub fn validate(&self, limits: &ManifestLimits) -> Result<()> {
         let blocks = (self.block_checksums.len() / self.checksum.size()) as u64;
         chunk_table(&self.chunks, &self.objects, Some(blocks))?;
         if !self.block_checksums.len().is_multiple_of(self.checksum.size()) {
@@ -121,7 +121,7 @@ impl Manifest {
 
     /// Bounds the number of extent items: the btrfs writer cuts every extent wherever another one
     /// begins or ends.
-    fn item_count(&self, limits: &Limits) -> Result<()> {
+    fn item_count(&self, limits: &ManifestLimits) -> Result<()> {
         let extents = &self.tree.extents;
         let mut cuts: Vec<u64> = extents
             .iter()

@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use burgeon_block::{BlockSource, ByteRange, ObjectId};
 use burgeon_btrfs::{Body, Inode, Tree};
-use burgeon_image::{Limits, Manifest, builder, catalog, decode_chunk};
+use burgeon_image::{Manifest, ManifestLimits, builder, catalog, decode_chunk};
 use burgeon_source::Directory;
 
 pub fn store() -> (tempfile::TempDir, Directory) {
@@ -36,7 +36,7 @@ pub fn from_directory(store: &Directory, name: &str, path: &Path) -> builder::Re
 }
 
 pub fn load(store: &Directory, report: &builder::Report) -> Manifest {
-    catalog::load(store, &report.image.digest().unwrap(), &Limits::default()).unwrap()
+    catalog::load(store, &report.image.digest().unwrap(), &ManifestLimits::default()).unwrap()
 }
 
 /// Incompressible bytes, the same for the same seed.

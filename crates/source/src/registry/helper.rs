@@ -34,13 +34,13 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub type Said = Result<String, String>;
 
 /// Asks the helper of this name for the credentials of a registry.
-pub type Ask = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
+pub type AskHelper = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
 
-static ASK: OnceLock<Ask> = OnceLock::new();
+static ASK: OnceLock<AskHelper> = OnceLock::new();
 
 /// Makes `ask` call the helpers from now on, in a process that may not execute programs. Only the
 /// first call has an effect.
-pub fn ask_helpers_by(ask: Ask) {
+pub fn ask_helpers_by(ask: AskHelper) {
     let _ = ASK.set(ask);
 }
 

@@ -150,7 +150,7 @@ impl Logins {
             Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
         });
         let login = made.inspect_err(|error| {
-            let is_refusal = error.cause::<web::Refusal>().is_some();
+            let is_refusal = error.cause::<web::AccessDenied>().is_some();
             if error.kind() == ErrorKind::Unavailable && !is_refusal {
                 let mut unreached = self.unreached();
                 unreached.count += 1;
@@ -263,7 +263,7 @@ impl Login {
             ),
             _ => return web::refused(what, status),
         };
-        Error::with_source(ErrorKind::Unavailable, format!("cannot {what}"), web::Refusal(why))
+        Error::with_source(ErrorKind::Unavailable, format!("cannot {what}"), web::AccessDenied(why))
     }
 
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {

@@ -23,7 +23,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::Instant;
 use tracing::{Value, field::display};
 
-use crate::Limits;
+use crate::VolumeLimits;
 
 /// Lines of the log in a [`LINES_WINDOW`]: a failure, its consequence, and its end.
 const LINES_MAX: u32 = 3;
@@ -70,8 +70,8 @@ struct State {
 }
 
 impl Outage {
-    pub(crate) fn new(limits: &Limits) -> Self {
-        let Limits { deadline, given_up_for, .. } = *limits;
+    pub(crate) fn new(limits: &VolumeLimits) -> Self {
+        let VolumeLimits { deadline, given_up_for, .. } = *limits;
         let (image, state) = (Arc::clone(&limits.image), Mutex::default());
         Self { deadline, given_up_for, image, state }
     }
@@ -259,7 +259,7 @@ mod tests {
     use tokio::time::{Instant, sleep};
 
     use super::{GIVEN_UP_MAX, LINES_WINDOW, Outage};
-    use crate::Limits;
+    use crate::VolumeLimits;
 
     fn away() -> Error {
         Error::new(ErrorKind::Unavailable, "away")
@@ -268,7 +268,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_wrong_answer_is_an_event_and_those_without_a_line_are_counted_in_the_next() {
         let events = testkit::Events::gather();
-        let outage = Outage::new(&Limits::default());
+        let outage = Outage::new(&VolumeLimits::default());
         let wrong = Error::new(ErrorKind::Corrupt, "a wrong digest");
         (0..10).for_each(|_| outage.wrong(None, &wrong));
         outage.gave_up(None, None, &wrong, false);
@@ -286,7 +286,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_failed_try_is_an_event_with_its_object_and_range() {
         let events = testkit::Events::gather();
-        let outage = Outage::new(&Limits::default());
+        let outage = Outage::new(&VolumeLimits::default());
         let object = ObjectId::new("packs/a").unwrap();
         let asked = ByteRange::new(0, 4096).map(|range| (&object, range));
         (0..3).for_each(|_| outage.note(asked, &away()));
@@ -301,7 +301,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_deadline_moves_with_good_bytes_only() {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let outage = Outage::new(&limits);
         let arrived = Instant::now();
         sleep(limits.deadline / 2).await;
@@ -313,7 +313,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn give_ups_are_bounded_and_forgotten_with_good_bytes() {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let outage = Outage::new(&limits);
         for key in 0..2 * GIVEN_UP_MAX as u64 {
             outage.gave_up(Some(key), None, &away(), true);

@@ -3,11 +3,11 @@
 //! ```text
 //!   try ──► answer ──► verified ──► done
 //!    ▲        │          └── LocalIo: this host fails, given up at once
-//!    │        │          └── wrong:   asked once more (`Limits::refetches`), then given up
+//!    │        │          └── wrong:   asked once more (`VolumeLimits::refetches`), then given up
 //!    └────────┴── unavailable: again after 0.05, 0.1, … 2 s, until the deadline
 //! ```
 //!
-//! Invariant: a try ends after `Limits::try_timeout` and all of them at the deadline (held
+//! Invariant: a try ends after `VolumeLimits::try_timeout` and all of them at the deadline (held
 //! by the simulator and `tests`).
 
 use std::time::Duration;
@@ -16,7 +16,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{FetchEngine, in_flight::Cost};
-use crate::Limits;
+use crate::VolumeLimits;
 
 /// A request to a source, and how its answer is verified.
 pub(crate) trait FetchRequest: Send {
@@ -161,7 +161,7 @@ struct Tries {
 }
 
 impl Tries {
-    fn new(limits: &Limits, deadline: Instant) -> Self {
+    fn new(limits: &VolumeLimits, deadline: Instant) -> Self {
         Self {
             deadline,
             pause: limits.backoff_min,
@@ -204,7 +204,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::{Cost, FetchEngine, FetchRequest};
-    use crate::Limits;
+    use crate::VolumeLimits;
 
     /// End of a try.
     #[derive(Clone, Copy)]
@@ -252,7 +252,7 @@ mod tests {
     }
 
     async fn ask(ends: &[End]) -> (Result<()>, Cost, FetchEngine) {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let engine = FetchEngine::new(&limits);
         let mut cost = Cost::default();
         let deadline = Instant::now() + limits.deadline;
@@ -276,7 +276,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_source_that_is_away_is_asked_until_the_deadline() {
         for end in [End::Fails(ErrorKind::Unavailable), End::Silence] {
-            let (start, limits) = (Instant::now(), Limits::default());
+            let (start, limits) = (Instant::now(), VolumeLimits::default());
             let (answer, cost, engine) = ask(&[end]).await;
             assert_eq!(answer.unwrap_err().kind(), ErrorKind::Unavailable);
             assert!(start.elapsed() <= limits.deadline);

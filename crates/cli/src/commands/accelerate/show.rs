@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::Folder};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::doctor::{Finding, Level};
 use serde_json::{Value, json};
@@ -52,7 +52,7 @@ pub(crate) fn findings(context: &Context) -> Vec<Finding> {
     let mut findings = Vec::new();
     for folder in Folder::all(context.state.root()).into_iter().filter(|f| !f.dirty().is_empty()) {
         // Of a server that does not answer, all devices count as attached.
-        let document = match folder.ask_server(&Ask::Status) {
+        let document = match folder.ask_server(&ControlRequest::Status) {
             Ok(document) => document,
             Err(error) if error.kind() == ErrorKind::NotFound => Value::Null,
             Err(_) => continue,
@@ -80,7 +80,7 @@ pub(crate) fn findings(context: &Context) -> Vec<Finding> {
 pub(super) fn documents(context: &Context) -> Result<Vec<Value>> {
     let mut caches = Vec::new();
     for folder in Folder::all(context.state.root()) {
-        let mut document = match folder.ask_server(&Ask::Status) {
+        let mut document = match folder.ask_server(&ControlRequest::Status) {
             Ok(document) => document,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 json!({ "cache": folder.cache()?, "state": "idle", "devices": [] })

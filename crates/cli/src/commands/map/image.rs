@@ -16,7 +16,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_daemon::{honoured, protocol::MapContent};
-use burgeon_image::{Body, DATA_START, Limits, Manifest, catalog};
+use burgeon_image::{Body, DATA_START, Manifest, ManifestLimits, catalog};
 use rustix::fs::{FileType, makedev};
 
 use super::{
@@ -54,7 +54,7 @@ impl Named {
                 Ok(record) => {
                     let path = shown[end..].trim_start_matches(':').trim_matches('/').into();
                     let digest = record.digest()?;
-                    let manifest = catalog::load(&store, &digest, &Limits::default())?;
+                    let manifest = catalog::load(&store, &digest, &ManifestLimits::default())?;
                     return Ok(Self { digest, manifest, path, shown });
                 }
                 // No such image, or not a valid name.

@@ -16,7 +16,7 @@ use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Digest, Ob
 use burgeon_btrfs::Tree;
 use burgeon_cache::{Amount, Cache, Domain, Owner, Settings, disk::Folder, policy::Clock};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, DATA_START, Manifest};
-use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Volume, VolumeLimits};
 use bytes::Bytes;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -109,7 +109,7 @@ fn a_queue_answers_hits_from_the_cache() {
     let owner = Owner { image: "image".to_owned(), store: "store".to_owned() };
     let access = CacheAccess { store: cache.for_owner(&owner), domain: Domain::PUBLIC };
     let pack = Pack(content.clone().into());
-    let volume = Volume::<_, ChecksumFile>::new(map, pack, access, Limits::default());
+    let volume = Volume::<_, ChecksumFile>::new(map, pack, access, VolumeLimits::default());
     let filled = runtime.block_on(async { volume.fill().ended().await });
     assert_eq!(filled.done_bytes, content.len() as u64);
     let counters = Arc::default();
