@@ -23,7 +23,7 @@ use crate::{
     format::{DeviceRecord, REGION},
     identity::{Clean, Identity},
     keys::Key,
-    locks::Span,
+    locks::BlockRange,
     marks::Marks,
     mode::Mode,
     records::DeviceBitmaps,
@@ -292,7 +292,7 @@ impl<C: LocalFile, S: SlowDevice> Clean for Samples<'_, C, S> {
             return Vec::new();
         };
         // Nobody writes them meanwhile, but for the writing back, which writes dirty ones.
-        let _locked = self.store.locks.lock(Span { device: self.number, first, end });
+        let _locked = self.store.locks.lock(BlockRange { device: self.number, first, end });
         let is_clean = |block: u64| {
             let key = Key { device: self.number, block };
             let region = (block * BLOCK_SIZE / REGION) as u32;

@@ -33,8 +33,8 @@ use crate::{
 pub(crate) const DRAINED_MAX: usize = 16384;
 
 impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
-    /// Writes back dirty blocks whose records are below `before` ([`CacheStore::log_position`]), the
-    /// oldest first, about `blocks` of them. Returns how many are left below it.
+    /// Writes back dirty blocks whose records are below `before` ([`CacheStore::log_position`]),
+    /// the oldest first, about `blocks` of them. Returns how many are left below it.
     pub fn write_back(&self, before: u64, blocks: usize) -> Result<u64> {
         self.store.drain(self.number, before, blocks)
     }

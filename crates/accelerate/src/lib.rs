@@ -55,5 +55,5 @@ pub use dirty_ranges::Dirty;
 pub use mode::Mode;
 pub use store::{CacheStore, Distrust, Trust, create, create_with, destroy, dirty_in, read_super};
 pub use throttle::{AtOnce, Load, Moment, Throttle};
-pub use tier::Tier;
+pub use tier::HitTier;
 pub use write_back::DirtyLimits;

@@ -30,12 +30,12 @@ use crate::{
     format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
     format::{decode_part, encode_part},
     keys::{Key, KeyMapping},
-    locks::{Locked, Locks, Span},
+    locks::{BlockRange, Locked, Locks},
     log::{Log, Recovered},
-    policy::{Fate, Policy, PolicyKind},
+    policy::{BlockPolicy, Fate, PolicyKind},
     recover::recover,
     sets::{Sets, Slot, check_of},
-    tier::Tier,
+    tier::HitTier,
 };
 
 /// Errors of slots until the cache device counts as failed.
@@ -43,7 +43,7 @@ const ERRORS_MAX: u32 = 16;
 /// Parts of the index that are read at once: 1 MiB.
 const PARTS_A_READ: u32 = 256;
 /// The range of [`Locks`] that stands for storing the index.
-const TURN: Span = Span { device: u8::MAX, first: 0, end: 1 };
+const TURN: BlockRange = BlockRange { device: u8::MAX, first: 0, end: 1 };
 
 /// The trust in the content of a cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -86,7 +86,7 @@ pub struct CacheStore<C> {
 
 /// The policy, and the blocks that it keeps in memory.
 pub(crate) struct Residents {
-    pub(crate) policy: Policy,
+    pub(crate) policy: BlockPolicy,
     memory: HashMap<Key, Pages>,
 }
 
@@ -214,7 +214,7 @@ impl<C: LocalFile> CacheStore<C> {
 
     fn new(file: C, head: Super, trust: Trust, kind: PolicyKind, distrust: Distrust) -> Self {
         let sets = Sets::new(head.layout.sets);
-        let policy = Policy::new(kind, &sets);
+        let policy = BlockPolicy::new(kind, &sets);
         Self {
             id: head.id,
             layout: head.layout,
@@ -265,7 +265,7 @@ impl<C: LocalFile> CacheStore<C> {
         let mut residents = self.residents();
         if residents.policy.kind() != kind {
             // Slots that are being filled stay reserved.
-            let policy = Policy::new(kind, &self.sets);
+            let policy = BlockPolicy::new(kind, &self.sets);
             residents.policy.succeed(policy);
             residents.memory.clear();
         }
@@ -341,13 +341,13 @@ impl<C: LocalFile> CacheStore<C> {
 
     /// Reads the block of `key` from its slot or memory, for the holder of its lock; `None` if it
     /// is in neither.
-    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Option<Tier> {
+    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Option<HitTier> {
         let mut residents = self.residents();
         let hit = residents.policy.hit_memory(key);
         if hit && let Some(block) = residents.memory.get(&key) {
             bytes.copy_from_slice(&block.bytes()[..bytes.len()]);
             counts.add(Count::MemoryHitBytes, BLOCK_SIZE);
-            return Some(Tier::Memory);
+            return Some(HitTier::Memory);
         }
         let slot = self.sets.find(key)?;
         residents.policy.hit(&self.sets, key, slot);
@@ -355,7 +355,7 @@ impl<C: LocalFile> CacheStore<C> {
         match self.file.read_at(self.layout.slot_at(slot), bytes) {
             Ok(()) if self.sets.check(slot) == check_of(key, bytes) => {
                 counts.add(Count::CacheHitBytes, BLOCK_SIZE);
-                return Some(Tier::Cache);
+                return Some(HitTier::Cache);
             }
             // Nobody else fills a slot of this key meanwhile; another key's block may have come.
             Ok(()) if self.sets.find(key) == Some(slot) => counts.add(Count::CorruptBlocks, 1),
@@ -428,7 +428,7 @@ impl<C: LocalFile> CacheStore<C> {
     fn leave(&self, residents: &mut Residents, key: Key, fate: Fate) -> Option<Leaving<'_>> {
         let bytes = residents.memory.remove(&key);
         let Fate::Slot(slot) = fate else { return None };
-        let span = Span { device: key.device, first: key.block, end: key.block + 1 };
+        let span = BlockRange { device: key.device, first: key.block, end: key.block + 1 };
         match (bytes, self.locks.try_lock(span)) {
             (Some(bytes), Some(_locked)) => Some(Leaving { key, slot, bytes, _locked }),
             // Somebody reads or writes it: it is not worth a wait.

@@ -22,7 +22,7 @@ use crate::{
     backing::Backing,
     counters::{Count, Counts},
     keys::Key,
-    locks::Span,
+    locks::BlockRange,
     log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
     store::CacheStore,
     throttle::{AtOnce, Moment, Throttle, Waiting},
@@ -31,7 +31,7 @@ use crate::{
 /// The most blocks of one write to a slow device: 1 MiB.
 const RUN_MAX: usize = 256;
 /// The range of the locks that stands for writing back.
-pub(crate) const TURN: Span = Span { device: u8::MAX, first: 1, end: 2 };
+pub(crate) const TURN: BlockRange = BlockRange { device: u8::MAX, first: 1, end: 2 };
 const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// When dirty blocks are written back.
@@ -303,7 +303,7 @@ impl<C: LocalFile> CacheStore<C> {
         bytes: &[u8],
         counts: &Counts,
     ) {
-        let span = Span { device: key.device, first: key.block, end: key.block + 1 };
+        let span = BlockRange { device: key.device, first: key.block, end: key.block + 1 };
         let Some(_locked) = self.locks.try_lock(span) else { return };
         if log.find(key) == Some(entry) && self.sets().find(key).is_none() {
             self.admit(key, bytes, counts);

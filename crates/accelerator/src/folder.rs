@@ -31,9 +31,9 @@ const START_MAX: Duration = Duration::from_secs(20);
 const NAME_MAX: usize = 32;
 
 /// The folder of one cache.
-pub struct Folder(PathBuf);
+pub struct CacheFolder(PathBuf);
 
-impl Folder {
+impl CacheFolder {
     /// A folder that exists.
     pub(crate) fn at(path: &Path) -> Self {
         Self(path.to_owned())

@@ -42,12 +42,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     control::{ControlAnswer, ControlRequest, Set, answer, receive, send},
     device::Served,
-    dirty::{Owner, Owners, gone, record_distrust},
+    dirty::{DirtyOwner, Owners, gone, record_distrust},
     disk::Disk,
     harden::harden,
     shared::SharedCells,
     status::{distributions, document},
-    writing_back::{Settings, WritingBack},
+    writing_back::{WriteBackSettings, WritingBack},
 };
 
 /// Time between two looks for idle regions.
@@ -75,7 +75,7 @@ pub(crate) struct Plan {
     /// The file that is made when the content must not be used any more.
     pub(crate) distrust: PathBuf,
     pub(crate) policy: String,
-    pub(crate) writing_back: Settings,
+    pub(crate) writing_back: WriteBackSettings,
     /// Documents of devices that may have dirty blocks.
     pub(crate) owners: PathBuf,
     /// The cache device had failed.
@@ -183,7 +183,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let cached = Arc::new(cached.count_in(Counts::shared(cells.clone())));
         // Before it is served, and not before it is the right device.
         if !cached.is_settled() && !store.has_failed() {
-            owners.put(&device.name, &Owner::of(cached.slow(), store.id()))?;
+            owners.put(&device.name, &DirtyOwner::of(cached.slow(), store.id()))?;
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
@@ -425,7 +425,7 @@ impl Serving {
     fn begin_write_back(&self, device: &CachedDevice<Disk, Disk>) -> Result<()> {
         {
             let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
-            owners.put(device.name(), &Owner::of(device.slow(), self.store.id()))?;
+            owners.put(device.name(), &DirtyOwner::of(device.slow(), self.store.id()))?;
         }
         device.set_mode(Mode::WriteBack)?;
         // Afterwards, because the supervisor may die in between.
@@ -445,8 +445,8 @@ impl Serving {
         mode.map_or(Ok(()), |mode| self.set_mode(device, mode))?;
         policy.into_iter().for_each(|policy| self.store.set_policy(policy));
         set.cutoff.into_iter().for_each(|cutoff| device.cached.set_cutoff(cutoff));
-        let Settings { percent, seconds, rate } = self.writing_back.settings();
-        self.writing_back.set(Settings {
+        let WriteBackSettings { percent, seconds, rate } = self.writing_back.settings();
+        self.writing_back.set(WriteBackSettings {
             percent: set.dirty_limit.unwrap_or(percent),
             seconds: set.dirty_age.unwrap_or(seconds),
             rate: set.writeback_rate.unwrap_or(rate),

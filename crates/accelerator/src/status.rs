@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::{
     disk::Disk,
     times::{Kind, Times},
-    writing_back::{Settings, WritingBack},
+    writing_back::{WriteBackSettings, WritingBack},
 };
 
 /// Ranges of lost bytes that are named.
@@ -23,7 +23,7 @@ pub(crate) fn document<'a>(
 ) -> Value {
     let sets = store.sets();
     let gone = store.gone();
-    let Settings { percent, seconds, rate } = writing_back.settings();
+    let WriteBackSettings { percent, seconds, rate } = writing_back.settings();
     let (log_bytes, log_used) = store.log_fill();
     let devices = devices.map(|cached| {
         let counts = Count::ALL.map(|(count, name)| (name, cached.counts().get(count)));

@@ -37,7 +37,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Settings of the writing back, of the whole cache.
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Settings {
+pub(crate) struct WriteBackSettings {
     /// Percentage of the log from which on it is written back.
     pub(crate) percent: u8,
     /// Age in seconds from which on it is.
@@ -46,7 +46,7 @@ pub(crate) struct Settings {
     pub(crate) rate: u64,
 }
 
-impl Default for Settings {
+impl Default for WriteBackSettings {
     fn default() -> Self {
         let DirtyLimits { percent, seconds } = DirtyLimits::default();
         Self { percent, seconds, rate: 0 }
@@ -62,14 +62,14 @@ pub(crate) struct WritingBack {
 }
 
 struct State {
-    settings: Settings,
+    settings: WriteBackSettings,
     /// Everything is written back at once: nobody keeps the requests of a successor.
     is_all: bool,
     error: Option<String>,
 }
 
 impl WritingBack {
-    pub(crate) fn new(settings: Settings) -> Self {
+    pub(crate) fn new(settings: WriteBackSettings) -> Self {
         let state = State { settings, is_all: false, error: None };
         Self {
             begun: Instant::now(),
@@ -84,11 +84,11 @@ impl WritingBack {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn settings(&self) -> Settings {
+    pub(crate) fn settings(&self) -> WriteBackSettings {
         self.state().settings
     }
 
-    pub(crate) fn set(&self, settings: Settings) {
+    pub(crate) fn set(&self, settings: WriteBackSettings) {
         self.state().settings = settings;
     }
 
@@ -124,7 +124,7 @@ impl WritingBack {
                 match is_all {
                     true => (DirtyLimits { percent: 0, seconds: 0 }, u64::MAX),
                     false => {
-                        let Settings { percent, seconds, rate } = settings;
+                        let WriteBackSettings { percent, seconds, rate } = settings;
                         (DirtyLimits { percent, seconds }, rate)
                     }
                 }

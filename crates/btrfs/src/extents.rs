@@ -18,7 +18,7 @@ use crate::{
     geometry::{DATA_START, DataLayout},
     invalid,
     model::Model,
-    tree::{Body, FileExtent},
+    tree::{FileExtent, InodeBody},
     {FIRST_INODE, SUBVOLUME},
 };
 
@@ -226,7 +226,7 @@ fn joined_runs(model: &Model, layout: &DataLayout) -> Result<(Vec<Run>, Vec<u32>
     for i in 0..model.inodes() {
         let inode = model.inode(i);
         run_start.push(runs.len() as u32);
-        let Body::Extents { count, .. } = inode.body else { continue };
+        let InodeBody::Extents { count, .. } = inode.body else { continue };
         used += count as usize;
         if used > model.tree.extents.len() {
             return Err(invalid(format!("inode {i} has extents that belong to another")));

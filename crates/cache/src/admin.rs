@@ -11,7 +11,7 @@ use crate::{
     index::KeyIndex,
     journal::{Event, Record},
     owners::{Number, Owners},
-    policy::Policy,
+    policy::ChunkPolicy,
     reuse::Reuse,
     slots::{Chunk, Location, SLOTS_MAX, Slots},
 };
@@ -45,7 +45,7 @@ pub(crate) enum Reservation {
 }
 
 pub(crate) struct Admin {
-    pub(crate) policy: Box<dyn Policy>,
+    pub(crate) policy: Box<dyn ChunkPolicy>,
     pub(crate) reuse: Reuse,
     /// Bytes of living chunks, of those being written, and of those not punched yet.
     pub(crate) used: u64,
@@ -68,7 +68,7 @@ pub(crate) struct Admin {
 }
 
 impl Admin {
-    pub(crate) fn new(policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(policy: Box<dyn ChunkPolicy>) -> Self {
         Self {
             policy,
             reuse: Reuse::default(),

@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use burgeon_accelerator::{control::ControlRequest, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, counter, file_of, hash_of, mount, read_files, run,
@@ -234,7 +234,7 @@ fn settings_outlive_the_server() {
     let checked = burgeon.ok(&["--json", "accelerate", "check", "accel-set"]);
     let checked: Value = serde_json::from_str(&checked).unwrap();
     assert_eq!(checked["compared_blocks"], used);
-    let folder = Folder::of(burgeon.state(), "fast").unwrap();
+    let folder = CacheFolder::of(burgeon.state(), "fast").unwrap();
     let part =
         folder.ask_server(&ControlRequest::Check { name: "accel-set".into(), from: 0 }).unwrap();
     assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");

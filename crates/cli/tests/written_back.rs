@@ -15,7 +15,7 @@ use std::{
     thread,
 };
 
-use burgeon_accelerator::{control::ControlRequest, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, file_of, hash_of, is_dirty, mount, read_files, run,
@@ -425,7 +425,7 @@ fn a_flush_ends_under_writes() {
     assert!(wait_until(PATIENCE, || !is_dirty(&burgeon)), "it stays dirty");
     let seen = hash_of(&device);
     drop(file);
-    let folder = Folder::of(burgeon.state(), "fast").unwrap();
+    let folder = CacheFolder::of(burgeon.state(), "fast").unwrap();
     // Nothing is dirty any more, which is known a moment later.
     assert!(wait_until(PATIENCE, || folder.dirty().is_empty()), "it counts as dirty");
     assert!(folder.ask_server(&ControlRequest::Status).is_ok());

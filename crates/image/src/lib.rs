@@ -30,7 +30,7 @@ mod paths;
 mod prepare;
 mod profile;
 
-pub use burgeon_btrfs::{Body, DATA_START, Inode};
+pub use burgeon_btrfs::{DATA_START, Inode, InodeBody};
 pub use chunk::{Chunk, Codec, decode_chunk};
 pub use extents::{Content, Extent, ExtentMap, ExtentSource, ExtentWriter, Mapping, MappingInfo};
 pub use inspect::MapLine;

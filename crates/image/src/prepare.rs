@@ -6,7 +6,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
 use burgeon_btrfs::{
-    Body, Identity, NodeSink, NodeSource, SeedInfo, SeedOptions, Uuids, check, write_seed,
+    Identity, InodeBody, NodeSink, NodeSource, SeedInfo, SeedOptions, Uuids, check, write_seed,
 };
 use bytes::Bytes;
 
@@ -97,7 +97,7 @@ fn add_checksums(manifest: &mut Manifest, file: &File) -> Result<()> {
     }
     file.read_exact_at(&mut manifest.block_checksums, 0).map_err(failed)?;
     for inode in &mut manifest.tree.inodes {
-        if matches!(inode.body, Body::Extents { .. }) {
+        if matches!(inode.body, InodeBody::Extents { .. }) {
             inode.nodatasum = false;
         }
     }

@@ -8,7 +8,7 @@ mod common;
 use std::{fs, path::PathBuf};
 
 use burgeon_block::{ChecksumKind, Digest};
-use burgeon_btrfs::Body;
+use burgeon_btrfs::InodeBody;
 use burgeon_image::{AddressMap, ManifestLimits, catalog};
 use burgeon_source::Directory;
 
@@ -63,7 +63,7 @@ fn images_of_version_1_are_intact() {
         assert_eq!(paths[&b"dir/link"[..]], paths[&b"dir/noise"[..]]);
         let tiny = inode(&manifest, "dir/tiny");
         assert_eq!((tiny.mode, tiny.uid, tiny.gid, tiny.mtime_s), (0o104640, 1000, 50, 3 << 29));
-        assert!(matches!(tiny.body, Body::Inline(_)));
+        assert!(matches!(tiny.body, InodeBody::Inline(_)));
         let xattr = manifest.tree.xattrs_of(tiny)[0];
         assert_eq!(manifest.tree.bytes(xattr.name), b"user.key");
         assert_eq!(manifest.tree.bytes(xattr.value), b"value");

@@ -13,7 +13,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
     Manifest, ManifestLimits, Wanted,
-    builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin, Report},
+    builder::{self, BuildReport, FilePart, Layer, LayerLimits, Layers, Listed, Origin},
 };
 
 use burgeon_btrfs::FileExtent;
@@ -340,7 +340,7 @@ fn list_layers_in(
     files: &[Listed],
     bytes: &[u8],
     above: &[u8],
-) -> Result<(Report, Vec<u8>)> {
+) -> Result<(BuildReport, Vec<u8>)> {
     let all = Layers::new(LayerLimits { unpacked: 40_000_000, ..LayerLimits::default() });
     let layers = vec![all.list(files, 0, &options())?, all.describe(above, 1, &options())?];
     let data = Mutex::default();

@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::{
-    builder::{self, BuildOptions, OnProgress, Report},
+    builder::{self, BuildOptions, BuildReport, OnProgress},
     catalog::ReservedName,
 };
 use burgeon_source::{Directory, Partial, layer_object, registry::OciDigest, waiting, web};
@@ -81,7 +81,7 @@ impl Archive {
         name: &str,
         (options, own): (&BuildOptions, Option<&Directory>),
         building: OnProgress<'_>,
-    ) -> Result<Report> {
+    ) -> Result<BuildReport> {
         let what = format!("cannot build from {}", shown(&self.url));
         let (len, partial) = (self.len, own.and_then(|own| self.partial(own)));
         let build = |body| builder::from_tar(store, name, body, len, options, building);

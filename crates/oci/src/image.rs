@@ -32,7 +32,7 @@ use crate::{
     unpacked::{ReadLayers, Unpacked, digest_of, mislisted},
 };
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
-use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
+use burgeon_image::builder::{self, BuildReport, Description, Gunzip, LayerLimits, Layers};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
@@ -55,7 +55,7 @@ impl Blobs {
         store: &impl ObjectStore,
         name: &str,
         work: &Work<'_>,
-    ) -> Result<Report> {
+    ) -> Result<BuildReport> {
         let all = Layers::new(LayerLimits::default());
         let layers = self.fetch(resolved, work, &|layer_fetch| {
             let Layer { digest, size, compression, .. } = layer_fetch.layer.clone();

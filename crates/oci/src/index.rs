@@ -15,7 +15,7 @@ use std::{collections::HashSet, thread};
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
     Manifest, ManifestLimits,
-    builder::{self, Origin, Report},
+    builder::{self, BuildReport, Origin},
     catalog::{self, ImageRecord, NameForm, NamedPart, OciName, ReservedName},
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
@@ -140,7 +140,7 @@ fn make(
     (names, at): (&Names<'_>, &LayersAt),
     work: &Work<'_>,
     keep: Option<&Keep<'_>>,
-) -> Result<Result<Report>> {
+) -> Result<Result<BuildReport>> {
     let tocs = names.listed.map(|(_, tocs)| tocs);
     let (descriptions, restarts) = blobs.describe(resolved, work, keep, tocs)?;
     let restarts = match restarts.into_iter().collect::<Result<Vec<_>>>() {
@@ -197,7 +197,7 @@ pub(crate) fn store_layers(
     at: &LayersAt,
     work: &Work<'_>,
     tocs: Option<&Tocs>,
-) -> Result<Option<Report>> {
+) -> Result<Option<BuildReport>> {
     let lease = own.begin_write()?;
     let listed = resolved.name().form(NameForm::Tocs).to_string();
     let name = resolved.name().to_string();

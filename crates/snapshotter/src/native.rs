@@ -19,7 +19,7 @@ use rustix::fs::statvfs;
 use crate::{
     api, difference,
     disk::RootAttributes,
-    model::{Labels, Native, Remote, Snapshot, SnapshotKind, Usage},
+    model::{Labels, Native, RemoteLayer, Snapshot, SnapshotKind, Usage},
     overlay, remote,
     snapshotter::{CallResult, Snapshotter},
 };
@@ -88,7 +88,7 @@ impl Snapshotter {
         self.disk.chains().join(id.to_string())
     }
 
-    fn remote_parent(&self, snapshot: &Snapshot) -> CallResult<Remote> {
+    fn remote_parent(&self, snapshot: &Snapshot) -> CallResult<RemoteLayer> {
         let all = self.lock();
         let parent = snapshot.parent.as_deref().map(|parent| all.get(parent)).transpose()?;
         let missing = || {

@@ -28,7 +28,7 @@ use crate::{
     disk::{Disk, RootAttributes},
     filter::Filter,
     keys::{NamesInUse, Taken},
-    model::{Labels, Native, Refusal, Remote, Snapshot, SnapshotKind, Snapshots, Usage},
+    model::{Labels, Native, Refusal, RemoteLayer, Snapshot, SnapshotKind, Snapshots, Usage},
     overlay,
     remote::{self, CLAIM_TIME, LayerChain, Layers},
     walk,
@@ -79,7 +79,7 @@ pub struct Snapshotter {
 #[derive(Debug)]
 pub(crate) struct Below {
     local: Vec<u64>,
-    remote: Option<(u64, Remote)>,
+    remote: Option<(u64, RemoteLayer)>,
 }
 
 /// Tells the thread that empties the trash that something is in it.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, Counters};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
 use burgeon_volume::{CacheAccess, VolumeLimits};
 use common::{CHUNKS, Source, TestVolume, image};
 use rustix::mount::MountFlags;
@@ -29,7 +29,8 @@ async fn on_a_full_disk(space: &Space) {
     let image = image(9);
     let pause_max = Duration::from_millis(100);
     let (keep_free, memory, pause_min) = (Amount::Bytes(0), 0, pause_max);
-    let settings = Settings { keep_free, memory, pause_min, pause_max, ..Settings::default() };
+    let settings =
+        CacheSettings { keep_free, memory, pause_min, pause_max, ..CacheSettings::default() };
     let cache = Cache::open(&disk.path().join("cache"), settings, Box::<Clock>::default()).unwrap();
     let store = Arc::new(cache);
     let access = CacheAccess { store: Arc::clone(&store) as _, domain: Domain::PUBLIC };

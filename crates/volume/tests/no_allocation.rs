@@ -9,7 +9,7 @@ mod counting;
 use std::sync::Arc;
 
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
 use burgeon_image::{Content, ExtentSource, ExtentWriter, Mapping};
 use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, VirtualArea, VolumeLimits};
 use common::{DATA_START, Image, Setup, image, image_without_checksums};
@@ -21,7 +21,7 @@ static ALLOCATOR: counting::Counting = counting::Counting;
 fn setup_with(image: Image) -> Setup {
     let setup = common::setup_with(image, VolumeLimits::default());
     let path = setup.dir.path().join("cache");
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Cache::open(&path, settings, Box::<Clock>::default()).unwrap();
     let access = CacheAccess { store: Arc::new(cache), domain: Domain::of(b"somebody") };
     let volume =

@@ -7,7 +7,7 @@ mod common;
 use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, sync::Arc};
 
 use burgeon_block::{BlockDevice, ByteRange, Counters, FileRange, Now, Pages, Verdict};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
 use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, VolumeLimits};
 use common::{CHUNKS, DATA_START, Setup, Source, hit, image};
 
@@ -17,7 +17,7 @@ type Device = LazyDevice<Source, ChecksumFile>;
 /// one after another.
 fn resident(folder: &Path) -> (Setup, Arc<Cache>, Device) {
     let setup = common::setup_with(image(1), VolumeLimits::default());
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Arc::new(Cache::open(folder, settings, Box::<Clock>::default()).unwrap());
     let access = CacheAccess { store: cache.clone(), domain: Domain::PUBLIC };
     let volume =

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
 use burgeon_volume::{
     CacheAccess, Fill, FillState, ProfilePrefetch, ProfileState, Volume, VolumeLimits,
 };
@@ -309,8 +309,8 @@ impl World {
 }
 
 /// Settings of a cache that pauses for no time, because the simulated clock is not its clock.
-fn settings(rng: &mut Rng) -> Settings {
-    Settings {
+fn settings(rng: &mut Rng) -> CacheSettings {
+    CacheSettings {
         limit: *rng.pick(&[None, None, Some(Amount::Bytes(2 << 20))]),
         keep_free: Amount::Bytes(0),
         memory: *rng.pick(&[0, 1 << 20]),
@@ -318,7 +318,7 @@ fn settings(rng: &mut Rng) -> Settings {
         record_age: Duration::ZERO,
         pause_min: Duration::ZERO,
         pause_max: Duration::ZERO,
-        ..Settings::default()
+        ..CacheSettings::default()
     }
 }
 

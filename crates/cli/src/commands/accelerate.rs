@@ -19,7 +19,7 @@ use burgeon_accelerator::{
     control::{Attach, ControlRequest},
     dirty::refuse_elsewhere,
     disk::Disk,
-    folder::{Folder, check_name},
+    folder::{CacheFolder, check_name},
     probe,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
@@ -216,7 +216,7 @@ fn create(
     (size, log_size): (Option<u64>, Option<u64>),
     (force, accept_loss): (bool, bool),
 ) -> Result<ExitCode> {
-    let folder = Folder::of(context.state.root(), name)?;
+    let folder = CacheFolder::of(context.state.root(), name)?;
     if folder.exists() {
         let what = format!(
             "cache {name} exists already: remove it with `burgeon accelerate destroy {name}`, or take \
@@ -305,7 +305,7 @@ fn refuse_dirty(disk: &Disk, verb: &str) -> Result<(), Error> {
 
 fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<ExitCode> {
     check_name(&attach.name)?;
-    let folder = Folder::of(context.state.root(), cache_name)?;
+    let folder = CacheFolder::of(context.state.root(), cache_name)?;
     folder.cache()?;
     refuse_accelerated(context.state.root())?;
     match find(context, &attach.name) {
@@ -347,7 +347,7 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
 }
 
 fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode> {
-    let folder = Folder::of(context.state.root(), name)?;
+    let folder = CacheFolder::of(context.state.root(), name)?;
     let path = folder.cache()?;
     if folder.is_served() {
         let what = format!("the cache {name} has attached devices: detach them first");

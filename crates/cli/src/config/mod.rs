@@ -339,10 +339,10 @@ pub(crate) fn begin_daemon() {
         log::set_json(format.value == Format::Json);
     }
     match log::is_set() {
-        true => log::begin(log::Process::Daemon),
+        true => log::begin(log::LogOwner::Daemon),
         false => {
             let level = config.log.level.map_or(LevelFilter::INFO, |level| level.value);
-            log::begin_at(level, log::Process::Daemon);
+            log::begin_at(level, log::LogOwner::Daemon);
         }
     }
     config.cache.configure();

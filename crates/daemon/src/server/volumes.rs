@@ -17,7 +17,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
-use burgeon_cache::Owner;
+use burgeon_cache::ChunkOwner;
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
@@ -67,9 +67,9 @@ impl Origin {
 
 impl Origin {
     /// The owner of its chunks in the cache: the folder of a prepared image is named by its digest.
-    pub(super) fn owner(&self) -> Owner {
+    pub(super) fn owner(&self) -> ChunkOwner {
         let folder = self.cache.parent().and_then(Path::file_name).unwrap_or_default();
-        Owner { image: folder.to_string_lossy().into_owned(), store: self.store.to_string() }
+        ChunkOwner { image: folder.to_string_lossy().into_owned(), store: self.store.to_string() }
     }
 }
 

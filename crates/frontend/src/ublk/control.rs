@@ -193,7 +193,8 @@ impl Control {
     }
 
     /// Makes the block device appear. It must be served already; `opener` is the process that has
-    /// opened it for that, which Linux 6.17 and later compare ([`Server::opener`](super::Server)).
+    /// opened it for that, which Linux 6.17 and later compare
+    /// ([`UblkServer::opener`](super::UblkServer)).
     ///
     /// `Unavailable` if its server has died. One that dies at this moment goes unnoticed: Linux
     /// 6.12 then starts the device all the same, no other server can take it over, and its first

@@ -1,5 +1,5 @@
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
-use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Span, Xattr};
+use burgeon_btrfs::{BlobRange, Dirent, FileExtent, Inode, InodeBody, Xattr};
 
 use super::*;
 use crate::{
@@ -171,14 +171,14 @@ struct Spans {
 }
 
 impl Spans {
-    fn take(&mut self, len: u64) -> Result<Span> {
+    fn take(&mut self, len: u64) -> Result<BlobRange> {
         let start = self.next;
         let fits = u32::try_from(len).ok().filter(|_| len <= self.end - start);
         let Some(len) = fits else {
             return Err(corrupt("the manifest names bytes that it does not hold"));
         };
         self.next += u64::from(len);
-        Ok(Span { start, len })
+        Ok(BlobRange { start, len })
     }
 
     fn finish(self) -> Result<()> {
@@ -241,10 +241,10 @@ fn inodes(
             mtime_s: next(&mut seconds) as i64,
             mtime_ns: next(&mut nanos) as u32,
             body: match body & !NODATASUM {
-                BODY_NONE if count == 0 => Body::None,
-                BODY_INLINE if count == 0 => Body::Inline(spans.take(size)?),
+                BODY_NONE if count == 0 => InodeBody::None,
+                BODY_INLINE if count == 0 => InodeBody::Inline(spans.take(size)?),
                 BODY_EXTENTS if count > 0 => {
-                    Body::Extents { first: extent_first, count: count as u32 }
+                    InodeBody::Extents { first: extent_first, count: count as u32 }
                 }
                 _ => return Err(corrupt("an inode has an impossible body")),
             },

@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 
 use burgeon_block::{ObjectKind, Result};
-use burgeon_btrfs::{Body, FileExtent, Inode};
+use burgeon_btrfs::{FileExtent, Inode, InodeBody};
 
 use super::*;
 use crate::{CHUNK_MAX, FILE_MAX, INLINE_MAX, XATTR_MAX, corrupt, invalid, paths::path_of};
@@ -41,8 +41,9 @@ impl Manifest {
             return Err(corrupt("the manifest has checksums of blocks that nobody has read"));
         }
         for (number, inode) in self.tree.inodes.iter().enumerate() {
-            let claims =
-                lacks_checksums && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum;
+            let claims = lacks_checksums
+                && matches!(inode.body, InodeBody::Extents { .. })
+                && !inode.nodatasum;
             let fits = match check_inode(&self.tree, inode, data) {
                 Ok(()) if claims => Err("its file has checksums, but the manifest has none"),
                 fits => fits,
@@ -215,13 +216,13 @@ fn check_inode(tree: &Tree, inode: &Inode, data: ByteRange) -> Result<(), &'stat
         return Err("it has a device number but is not a device");
     }
     match (kind, inode.body) {
-        (S_IFDIR | S_IFCHR | S_IFBLK | S_IFIFO | S_IFSOCK, Body::None) if inode.size == 0 => {}
+        (S_IFDIR | S_IFCHR | S_IFBLK | S_IFIFO | S_IFSOCK, InodeBody::None) if inode.size == 0 => {}
         (S_IFREG, _) if inode.size > FILE_MAX => return Err("it is longer than a file can be"),
-        (S_IFREG, Body::None) => {}
-        (S_IFREG, Body::Inline(span))
+        (S_IFREG, InodeBody::None) => {}
+        (S_IFREG, InodeBody::Inline(span))
             if inode.size == u64::from(span.len) && (1..=INLINE_MAX).contains(&span.len) => {}
-        (S_IFREG, Body::Extents { .. }) => check_extents(inode, tree.extents_of(inode), data)?,
-        (S_IFLNK, Body::Inline(span))
+        (S_IFREG, InodeBody::Extents { .. }) => check_extents(inode, tree.extents_of(inode), data)?,
+        (S_IFLNK, InodeBody::Inline(span))
             if inode.size == u64::from(span.len)
                 && (1..=SYMLINK_MAX).contains(&inode.size)
                 && !tree.bytes(span).contains(&0) => {}

@@ -29,7 +29,7 @@ use self::{
     hazards::{AGES, CLASSES, Hazards, bucket},
 };
 use super::{
-    Policy, Pressure,
+    ChunkPolicy, Pressure,
     rng::{Rng, mix},
 };
 use crate::Why;
@@ -256,7 +256,7 @@ impl Forecast {
     }
 }
 
-impl Policy for Forecast {
+impl ChunkPolicy for Forecast {
     /// A chunk that was read is admitted if it is worth more than the one that would go. Prefetched
     /// chunks only push out each other, and a fill pushes out nothing.
     fn admit(&mut self, key_hash: u64, _: u32, why: Why, pressure: Pressure) -> bool {

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::ControlRequest, folder::Folder, offline};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder, offline};
 use burgeon_block::{Error, ErrorKind};
 use serde_json::json;
 
@@ -29,8 +29,8 @@ pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
 
 /// The same for a device that is not attached.
 pub(super) fn flush_offline(context: &Context, name: &str) -> Result<ExitCode> {
-    let caches = Folder::all(context.state.root());
-    let has_dirty = |folder: &&Folder| folder.dirty().iter().any(|(dirty, _)| dirty == name);
+    let caches = CacheFolder::all(context.state.root());
+    let has_dirty = |folder: &&CacheFolder| folder.dirty().iter().any(|(dirty, _)| dirty == name);
     let folder = caches.iter().find(has_dirty).ok_or_else(|| {
         let what = format!("no cache has dirty blocks of a device {name} that is not attached");
         Error::new(ErrorKind::NotFound, what)

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_accelerator::{
     control::{ControlRequest, Set},
-    folder::Folder,
+    folder::CacheFolder,
 };
 use burgeon_block::ErrorKind;
 
@@ -87,7 +87,7 @@ pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Resul
 }
 
 /// The mode in which the device is served.
-fn mode_of(folder: &Folder, name: &str) -> Option<String> {
+fn mode_of(folder: &CacheFolder, name: &str) -> Option<String> {
     let status = folder.ask_server(&ControlRequest::Status).ok()?;
     let device = status["devices"].as_array()?.iter().find(|device| text(&device["name"]) == name);
     device.and_then(|device| device["mode"].as_str()).map(str::to_owned)

@@ -135,7 +135,7 @@ fn default_hosts(context: &Context) -> Option<&'static Path> {
 }
 
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
-    log::begin(log::Process::Daemon);
+    log::begin(log::LogOwner::Daemon);
     // Its memory holds credentials of registries.
     burgeon_daemon::forbid_core_dumps();
     // Measuring a tree takes a descriptor for each folder that it is in.
