@@ -190,17 +190,17 @@ fn a_name_truncated_in_the_header_is_not_a_directory() {
 #[test]
 fn nothing_leaves_the_tree() {
     for name in ["../x", "/x", "a/../../x", "", &"n".repeat(100)[..0]] {
-        refuses(&[&[file(name, "")]], "no safe name");
+        refuses(&[&[file(name, "")]], "not a safe name");
     }
     for name in [".wh.", ".wh..", ".wh...", "d/.wh."] {
         refuses(&[&[folder("d"), file("d/a", "")], &[file(name, "")]], "removes no valid name");
     }
-    refuses(&[&[file(".wh.x/y", "")]], "no safe name");
+    refuses(&[&[file(".wh.x/y", "")]], "not a safe name");
     refuses(&[&[file(".", "x")]], "replaces /");
-    refuses(&[&[file("a", "")], &[file("a/b", "")]], "no directory");
+    refuses(&[&[file("a", "")], &[file("a/b", "")]], "not a directory");
     refuses(&[&[link("a", "b")]], "hard link");
     refuses(&[&[folder("d"), link("a", "d")]], "hard link");
-    refuses(&[&[symlink("a", "b"), symlink("b", "a")], &[file("a/x", "")]], "no directory");
+    refuses(&[&[symlink("a", "b"), symlink("b", "a")], &[file("a/x", "")]], "not a directory");
     refuses(&[&[entry("a", b'Y', "", b"")]], "unknown");
     // A symlink upwards ends at the root of the tree.
     let up = [symlink("up", "../../../.."), symlink("root", "/")];

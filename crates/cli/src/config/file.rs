@@ -254,6 +254,6 @@ mod tests {
         assert!(said(&place)[0].contains("cannot read it"));
         fs::remove_file(&file).unwrap();
         fs::create_dir(&file).unwrap();
-        assert!(said(&place)[0].contains("no regular file"));
+        assert!(said(&place)[0].contains("not a regular file"));
     }
 }

@@ -182,6 +182,6 @@ mod tests {
         assert!(
             run(shell("echo secret; exit 1"), "x", "x", within).unwrap_err().contains("failed")
         );
-        assert!(ask_helper("../../bin/sh", "x").unwrap_err().contains("no name"));
+        assert!(ask_helper("../../bin/sh", "x").unwrap_err().contains("not a name"));
     }
 }

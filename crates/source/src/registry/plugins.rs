@@ -241,7 +241,7 @@ providers:
     #[test]
     fn a_file_that_is_none_is_refused() {
         for (from, to, said) in [
-            ("name: ecr-credential-provider", "name: ../sh", "no name"),
+            ("name: ecr-credential-provider", "name: ../sh", "not a name"),
             ("CredentialProviderConfig", "Pod", "kind"),
             ("\"12h\"", "\"12\"", "defaultCacheDuration"),
             ("k8s.io/v1\n    args", "k8s.io/v7\n    args", "apiVersion"),

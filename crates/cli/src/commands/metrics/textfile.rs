@@ -110,7 +110,7 @@ mod tests {
         let path = folder.path().join("socket");
         let _listener = UnixListener::bind(&path).unwrap();
         let refused = publish(&path, b"one", 0o644).unwrap_err();
-        assert!(refused.to_string().contains("no regular file"), "{refused}");
+        assert!(refused.to_string().contains("not a regular file"), "{refused}");
         assert!(fs::metadata(&path).unwrap().file_type().is_socket());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
