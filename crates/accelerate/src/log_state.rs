@@ -71,8 +71,8 @@ impl State {
         }
     }
 
-    /// The write of `record` at `place` has ended. After a failure: it is known that the record does
-    /// not count (`true`), or not.
+    /// The write of `record` at `place` has ended. After a failure: it is known that the record
+    /// does not count (`true`), or not.
     pub(crate) fn note_written(
         &mut self,
         record: &LogRecord,

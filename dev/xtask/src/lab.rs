@@ -107,9 +107,9 @@ const LISTS: [List; 6] = [
 ];
 
 /// Tests that `cargo xtask kernels`, a part of `make soak`, runs as well: those which the host
-/// runs, too, over FUSE and on its own kernel. Tests of the command make sure that they mount over ublk, or
-/// over FUSE. Left out are those that need the room or the programs of this machine, and those that
-/// depend on no kernel and no transport.
+/// runs, too, over FUSE and on its own kernel. Tests of the command make sure that they mount over
+/// ublk, or over FUSE. Left out are those that need the room or the programs of this machine, and
+/// those that depend on no kernel and no transport.
 const LONG_LISTS: [List; 4] = [
     List {
         name: "writes and refusals over ublk, on Linux 6.12",
