@@ -104,8 +104,8 @@ bench-static: build
 	dev/need $(BENCH_NEEDS) musl-gcc=musl-tools
 	$(ADD_STATIC)
 	$(CARGO) build --release --locked --package xtask
-	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only beside \
-		--beside "$$(dist/build $(STATIC))" $(BENCH)
+	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only builds \
+		--other "$$(dist/build $(STATIC))" $(BENCH)
 
 # Compiles for another architecture, as far as that needs no linker.
 check-arm64:

@@ -143,8 +143,8 @@ pub const BUGS: &[Bug] = &[
         "a write leaves the former version in memory",
         &[(
             "store.rs",
-            "        room.memory.remove(&key);\n        room.policy.forget(key);",
-            "        if !BUG { room.memory.remove(&key); room.policy.forget(key); }",
+            "        residents.memory.remove(&key);\n        residents.policy.forget(key);",
+            "        if !BUG { residents.memory.remove(&key); residents.policy.forget(key); }",
         )],
     ),
     bug(

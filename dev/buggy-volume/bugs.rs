@@ -349,7 +349,7 @@ pub const BUGS: &[Bug] = &[
         "chunks that came together in one answer are not checked",
         &[(
             "fetch/run.rs",
-            "let result = match self.engine.verify(&mut question, stored, &mut cost).await {",
+            "let result = match self.engine.verify(&mut request, stored, &mut cost).await {",
             "let verified = if BUG {
                 let chunk = self.map.chunk(index);
                 let mut pages = burgeon_block::Pages::zeroed(chunk.range.len()).unwrap();
@@ -358,7 +358,7 @@ pub const BUGS: &[Bug] = &[
                 cost.fetches += 1;
                 Ok(pages)
             } else {
-                self.engine.verify(&mut question, stored, &mut cost).await
+                self.engine.verify(&mut request, stored, &mut cost).await
             };
             let result = match verified {",
         )],

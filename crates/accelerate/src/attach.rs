@@ -23,16 +23,16 @@ use crate::{
     format::{DeviceRecord, REGION},
     identity::{Clean, Identity},
     keys::Key,
-    locks::Span,
+    locks::BlockRange,
     marks::Marks,
     mode::Mode,
     records::DeviceBitmaps,
     sets::check_of,
-    store::{Store, Trust},
+    store::{CacheStore, Trust},
     throttle::Load,
 };
 
-/// What an attachment begins with.
+/// The state that an attachment begins with.
 struct Begun {
     marks: Marks,
     /// Blocks that were dropped.
@@ -48,7 +48,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     /// `Invalid` if the device had another size when it was attached last, or if the cache has
     /// dirty blocks of another device of this name.
     pub fn attach(
-        store: Arc<Store<C>>,
+        store: Arc<CacheStore<C>>,
         slow: S,
         name: &str,
         trust: Trust,
@@ -89,7 +89,12 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
         }
     }
 
-    fn without_cache(store: Arc<Store<C>>, slow: S, name: &str, options: DeviceOptions) -> Self {
+    fn without_cache(
+        store: Arc<CacheStore<C>>,
+        slow: S,
+        name: &str,
+        options: DeviceOptions,
+    ) -> Self {
         let number = store.record(name).map_or(0, |(number, _)| number);
         let (record, marks) = (DeviceRecord::empty(), Marks::empty(store.id(), 0, 0));
         let identity = Arc::new(Identity::new(None, 0, store.id(), number));
@@ -99,7 +104,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     /// The record of a device that was attached before; `None` if it is to be attached as a new
     /// one.
     fn known(
-        store: &Store<C>,
+        store: &CacheStore<C>,
         slow: &S,
         (number, record): (u8, DeviceRecord),
         options: DeviceOptions,
@@ -127,7 +132,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
                 );
                 Err(Error::new(error.kind(), what))
             }
-            // What could not be read may be the right device.
+            // A device that could not be read may be the right one.
             Err(error)
                 if options.accepts_loss
                     && matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Corrupt) =>
@@ -157,7 +162,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     fn begin(
-        store: &Store<C>,
+        store: &CacheStore<C>,
         slow: &S,
         (number, record): (u8, DeviceRecord),
         identity: &Identity,
@@ -204,7 +209,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     fn new(
-        store: Arc<Store<C>>,
+        store: Arc<CacheStore<C>>,
         slow: S,
         name: &str,
         (number, record, identity): (u8, DeviceRecord, Arc<Identity>),
@@ -273,7 +278,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
 
 /// The blocks of a slow device that only this process changes.
 pub(crate) struct Samples<'a, C, S> {
-    store: &'a Store<C>,
+    store: &'a CacheStore<C>,
     slow: &'a S,
     number: u8,
     marks: &'a Marks,
@@ -287,7 +292,7 @@ impl<C: LocalFile, S: SlowDevice> Clean for Samples<'_, C, S> {
             return Vec::new();
         };
         // Nobody writes them meanwhile, but for the writing back, which writes dirty ones.
-        let _locked = self.store.locks.lock(Span { device: self.number, first, end });
+        let _locked = self.store.locks.lock(BlockRange { device: self.number, first, end });
         let is_clean = |block: u64| {
             let key = Key { device: self.number, block };
             let region = (block * BLOCK_SIZE / REGION) as u32;

@@ -31,15 +31,15 @@ use crate::{
     counters::{Count, Counts},
     format::{DeviceRecord, REGION},
     keys::Key,
-    locks::{Locked, Span},
+    locks::{BlockRange, Locked},
     marks::Marks,
     mode::Mode,
     records::DeviceBitmaps,
     sets::Slot,
-    store::Store,
+    store::CacheStore,
     streams::Streams,
     throttle::Load,
-    tier::Tier,
+    tier::HitTier,
 };
 
 /// Settings of a device.
@@ -67,7 +67,7 @@ impl DeviceOptions {
 
 /// A slow device behind a cache.
 pub struct CachedDevice<C: LocalFile, S> {
-    pub(crate) store: Arc<Store<C>>,
+    pub(crate) store: Arc<CacheStore<C>>,
     pub(crate) slow: Arc<S>,
     pub(crate) name: String,
     pub(crate) number: u8,
@@ -95,7 +95,7 @@ impl<C: LocalFile, S> Drop for CachedDevice<C, S> {
 
 /// Slots that a write keeps reserved for its blocks; given back when it is dropped.
 struct Slots<'a, C: LocalFile> {
-    store: &'a Store<C>,
+    store: &'a CacheStore<C>,
     slots: Vec<Option<Slot>>,
 }
 
@@ -112,7 +112,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     /// The cache.
-    pub fn store(&self) -> &Arc<Store<C>> {
+    pub fn store(&self) -> &Arc<CacheStore<C>> {
         &self.store
     }
 
@@ -167,7 +167,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
 
     pub(crate) fn lock(&self, at: u64, len: u64) -> Locked<'_> {
         let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
-        self.store.locks.lock(Span { device: self.number, first, end })
+        self.store.locks.lock(BlockRange { device: self.number, first, end })
     }
 
     /// True if a request belongs to a long sequence.
@@ -200,12 +200,12 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     /// Reads whole logical blocks. Returns the slowest tier that it took some from.
-    pub fn read(&self, at: u64, buf: &mut [u8]) -> Result<Tier> {
+    pub fn read(&self, at: u64, buf: &mut [u8]) -> Result<HitTier> {
         let len = buf.len() as u64;
         self.counts.add(Count::ReadBytes, len);
         if self.store.has_failed() {
             self.refuse_dirty(at, len)?;
-            return self.read_slow(at, buf).map(|()| Tier::Slow);
+            return self.read_slow(at, buf).map(|()| HitTier::Slow);
         }
         let sequential = self.is_sequential(at, len);
         let _locked = self.lock(at, len);
@@ -219,7 +219,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
         if !tail.is_empty() {
             self.read_slow(at.max(whole), tail)?;
         }
-        let slowest = if tail.is_empty() { Tier::Memory } else { Tier::Slow };
+        let slowest = if tail.is_empty() { HitTier::Memory } else { HitTier::Slow };
         if buf.is_empty() {
             return Ok(slowest);
         }
@@ -241,19 +241,24 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     /// Reads blocks whose lock the caller holds: runs of misses in one read each.
-    pub(crate) fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<Tier> {
+    pub(crate) fn read_blocks(
+        &self,
+        first: u64,
+        buf: &mut [u8],
+        sequential: bool,
+    ) -> Result<HitTier> {
         let block_len = BLOCK_SIZE as usize;
         let count = buf.len() / block_len;
-        let (mut missed, mut slowest) = (0, Tier::Memory);
+        let (mut missed, mut slowest) = (0, HitTier::Memory);
         for at in 0..=count {
             if at < count {
                 let part = &mut buf[at * block_len..(at + 1) * block_len];
                 let key = self.key(first + at as u64);
                 let tier = match self.store.get_dirty(key, part, &self.counts)? {
-                    true => Some(Tier::Cache),
+                    true => Some(HitTier::Cache),
                     false => self.store.get(key, part, &self.counts),
                 };
-                slowest = slowest.max(tier.unwrap_or(Tier::Slow));
+                slowest = slowest.max(tier.unwrap_or(HitTier::Slow));
                 if tier.is_none() {
                     missed += 1;
                     continue;

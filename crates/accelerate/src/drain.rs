@@ -23,7 +23,7 @@ use crate::{
     format::DEVICES_MAX,
     keys::Key,
     log::{DirtyVersion, Log, WriteBackScope},
-    store::Store,
+    store::CacheStore,
     throttle::{AtOnce, Throttle, Waiting},
     write_back::{TURN, lost},
 };
@@ -33,14 +33,14 @@ use crate::{
 pub(crate) const DRAINED_MAX: usize = 16384;
 
 impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
-    /// Writes back dirty blocks whose records are below `before` ([`Store::log_position`]), the
-    /// oldest first, about `blocks` of them. Returns how many are left below it.
+    /// Writes back dirty blocks whose records are below `before` ([`CacheStore::log_position`]),
+    /// the oldest first, about `blocks` of them. Returns how many are left below it.
     pub fn write_back(&self, before: u64, blocks: usize) -> Result<u64> {
         self.store.drain(self.number, before, blocks)
     }
 }
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// The record of the log below which everything is older than this moment.
     pub fn log_position(&self) -> u64 {
         self.log.as_ref().map_or(0, Log::next)

@@ -1,4 +1,4 @@
-//! What tells a slow device from others: its serial number, and checks of some of its blocks.
+//! The identity of a slow device: its serial number, and checks of some of its blocks.
 //!
 //! ```text
 //!   samples   the blocks of the first MiB, and one of each 64th of the device

@@ -12,10 +12,10 @@ use crate::{
     identity::{Clean, FIRST, Identity, Stored, cut},
     keys::Key,
     sets::check_of,
-    store::Store,
+    store::CacheStore,
 };
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// The identity that is stored of a device.
     pub(crate) fn stored_identity(&self, device: u8) -> Result<Option<Stored>> {
         let mut newest: Option<Stored> = None;
@@ -41,7 +41,13 @@ impl<C: LocalFile> Store<C> {
         stored.inspect_err(|_| identity.note_damaged(sequence))?;
         // Durable some time later: until then, only rot of the other copy is without a remedy.
         let second = self.file.write_at(at(sequence + 1), &block.0);
-        second.unwrap_or_else(|error| tracing::warn!(%error, "the second copy of an identity"));
+        second.unwrap_or_else(|error| {
+            tracing::warn!(
+                number = device,
+                %error,
+                "cannot write the second copy of a device's identity"
+            );
+        });
         Ok(())
     }
 
@@ -59,7 +65,7 @@ impl<C: LocalFile> Store<C> {
             identity.go_on_from(stored.sequence);
         }
         identity.take(device);
-        // What is not stored is taken anew the next time.
+        // An identity that is not stored is taken anew the next time.
         self.put_identity(number, identity).inspect_err(|_| identity.leave())
     }
 

@@ -9,14 +9,14 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A range of blocks of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Span {
+pub(crate) struct BlockRange {
     pub(crate) device: u8,
     pub(crate) first: u64,
     /// One past the last.
     pub(crate) end: u64,
 }
 
-impl Span {
+impl BlockRange {
     fn meets(&self, other: &Self) -> bool {
         self.device == other.device && self.first < other.end && other.first < self.end
     }
@@ -25,24 +25,24 @@ impl Span {
 /// The ranges in use.
 #[derive(Default)]
 pub(crate) struct Locks {
-    held: Mutex<Vec<Span>>,
+    held: Mutex<Vec<BlockRange>>,
     freed: Condvar,
 }
 
 /// A range that its holder alone changes, until it is dropped.
 pub(crate) struct Locked<'a> {
     locks: &'a Locks,
-    span: Span,
+    span: BlockRange,
 }
 
 impl Locks {
-    fn held(&self) -> MutexGuard<'_, Vec<Span>> {
+    fn held(&self) -> MutexGuard<'_, Vec<BlockRange>> {
         // No code that can panic runs under this lock.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the range.
-    pub(crate) fn lock(&self, span: Span) -> Locked<'_> {
+    pub(crate) fn lock(&self, span: BlockRange) -> Locked<'_> {
         let mut held = self.held();
         while held.iter().any(|other| other.meets(&span)) {
             held = self.freed.wait(held).unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +52,7 @@ impl Locks {
     }
 
     /// The range, if nobody has a part of it.
-    pub(crate) fn try_lock(&self, span: Span) -> Option<Locked<'_>> {
+    pub(crate) fn try_lock(&self, span: BlockRange) -> Option<Locked<'_>> {
         let mut held = self.held();
         if held.iter().any(|other| other.meets(&span)) {
             return None;
@@ -79,7 +79,7 @@ mod tests {
         thread,
     };
 
-    use super::{Locks, Span};
+    use super::{BlockRange, Locks};
 
     #[test]
     fn ranges_that_meet_exclude_each_other() {
@@ -90,18 +90,18 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..2000 {
                         let _locked =
-                            locks.lock(Span { device: 1, first: thread, end: thread + 4 });
+                            locks.lock(BlockRange { device: 1, first: thread, end: thread + 4 });
                         assert_eq!(inside.fetch_add(1, SeqCst), 0);
                         inside.fetch_sub(1, SeqCst);
                     }
                 });
             }
         });
-        let span = Span { device: 1, first: 4, end: 6 };
+        let span = BlockRange { device: 1, first: 4, end: 6 };
         let locked = locks.lock(span);
-        assert!(locks.try_lock(Span { first: 5, ..span }).is_none());
-        assert!(locks.try_lock(Span { device: 2, ..span }).is_some());
-        assert!(locks.try_lock(Span { first: 6, end: 7, ..span }).is_some());
+        assert!(locks.try_lock(BlockRange { first: 5, ..span }).is_none());
+        assert!(locks.try_lock(BlockRange { device: 2, ..span }).is_some());
+        assert!(locks.try_lock(BlockRange { first: 6, end: 7, ..span }).is_some());
         drop(locked);
         assert!(locks.try_lock(span).is_some());
     }

@@ -1,4 +1,4 @@
-//! What the log of dirty blocks keeps under its one lock; see `log.rs`. No I/O is done under it.
+//! The state of the log of dirty blocks, under its one lock; see `log.rs`. No I/O is done under it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -71,8 +71,8 @@ impl State {
         }
     }
 
-    /// The write of `record` at `place` has ended. After a failure: it is known that the record does
-    /// not count (`true`), or not.
+    /// The write of `record` at `place` has ended. After a failure: it is known that the record
+    /// does not count (`true`), or not.
     pub(crate) fn note_written(
         &mut self,
         record: &LogRecord,

@@ -6,10 +6,10 @@ use crate::{
     counters::{Count, Counts},
     format::{Block, DEVICES_MAX, DeviceRecord, NAME_MAX, REGION, REGIONS_A_BLOCK},
     marks::{Bitmaps, Marks},
-    store::Store,
+    store::CacheStore,
 };
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// The number and record of the slow device `name`.
     pub(crate) fn record(&self, name: &str) -> Option<(u8, DeviceRecord)> {
         let head = self.head();
@@ -138,7 +138,7 @@ impl<C: LocalFile> Store<C> {
 
 /// The bitmap blocks of one slow device.
 pub(crate) struct DeviceBitmaps<'a, C> {
-    pub(crate) store: &'a Store<C>,
+    pub(crate) store: &'a CacheStore<C>,
     pub(crate) first: u32,
     pub(crate) counts: &'a Counts,
 }

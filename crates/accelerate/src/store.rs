@@ -30,12 +30,12 @@ use crate::{
     format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
     format::{decode_part, encode_part},
     keys::{Key, KeyMapping},
-    locks::{Locked, Locks, Span},
+    locks::{BlockRange, Locked, Locks},
     log::{Log, Recovered},
-    policy::{Fate, Policy, PolicyKind},
+    policy::{BlockPolicy, Fate, PolicyKind},
     recover::recover,
     sets::{Sets, Slot, check_of},
-    tier::Tier,
+    tier::HitTier,
 };
 
 /// Errors of slots until the cache device counts as failed.
@@ -43,9 +43,9 @@ const ERRORS_MAX: u32 = 16;
 /// Parts of the index that are read at once: 1 MiB.
 const PARTS_A_READ: u32 = 256;
 /// The range of [`Locks`] that stands for storing the index.
-const TURN: Span = Span { device: u8::MAX, first: 0, end: 1 };
+const TURN: BlockRange = BlockRange { device: u8::MAX, first: 0, end: 1 };
 
-/// Whether the content of a cache may be used.
+/// The trust in the content of a cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trust {
     /// Somebody else may have written to the slow devices.
@@ -62,7 +62,7 @@ pub type Distrust = Box<dyn Fn(&[Dirty]) -> Result<()> + Send + Sync>;
 pub(crate) type Backings = [Option<Arc<Backing>>; DEVICES_MAX];
 
 /// A cache device.
-pub struct Store<C> {
+pub struct CacheStore<C> {
     pub(crate) file: C,
     id: [u8; 16],
     pub(crate) layout: Layout,
@@ -76,7 +76,7 @@ pub struct Store<C> {
     pub(crate) gone: Vec<Dirty>,
     /// Threads that wait until more is written back.
     pub(crate) waiting: AtomicU64,
-    room: Mutex<Room>,
+    residents: Mutex<Residents>,
     head: Mutex<Super>,
     epoch: u64,
     errors: AtomicU32,
@@ -85,8 +85,8 @@ pub struct Store<C> {
 }
 
 /// The policy, and the blocks that it keeps in memory.
-pub(crate) struct Room {
-    pub(crate) policy: Policy,
+pub(crate) struct Residents {
+    pub(crate) policy: BlockPolicy,
     memory: HashMap<Key, Pages>,
 }
 
@@ -165,7 +165,7 @@ fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
     recover(file, &head.layout, &head.log, head.id, blocks_max, &tails)
 }
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// Opens the cache on `file`, a device or file of `size` bytes.
     pub fn open(
         file: C,
@@ -214,7 +214,7 @@ impl<C: LocalFile> Store<C> {
 
     fn new(file: C, head: Super, trust: Trust, kind: PolicyKind, distrust: Distrust) -> Self {
         let sets = Sets::new(head.layout.sets);
-        let policy = Policy::new(kind, &sets);
+        let policy = BlockPolicy::new(kind, &sets);
         Self {
             id: head.id,
             layout: head.layout,
@@ -225,7 +225,7 @@ impl<C: LocalFile> Store<C> {
             backings: Mutex::default(),
             gone: Vec::new(),
             waiting: AtomicU64::new(0),
-            room: Mutex::new(Room { policy, memory: HashMap::new() }),
+            residents: Mutex::new(Residents { policy, memory: HashMap::new() }),
             epoch: head.epoch,
             head: Mutex::new(head),
             errors: AtomicU32::new(0),
@@ -240,7 +240,7 @@ impl<C: LocalFile> Store<C> {
         self.log.is_some()
     }
 
-    /// Whether the content was kept at the start.
+    /// The trust in the content at the start.
     pub fn trust(&self) -> Trust {
         self.trust
     }
@@ -262,23 +262,23 @@ impl<C: LocalFile> Store<C> {
 
     /// Replaces the policy.
     pub fn set_policy(&self, kind: PolicyKind) {
-        let mut room = self.room();
-        if room.policy.kind() != kind {
+        let mut residents = self.residents();
+        if residents.policy.kind() != kind {
             // Slots that are being filled stay reserved.
-            let policy = Policy::new(kind, &self.sets);
-            room.policy.succeed(policy);
-            room.memory.clear();
+            let policy = BlockPolicy::new(kind, &self.sets);
+            residents.policy.succeed(policy);
+            residents.memory.clear();
         }
     }
 
     /// The policy's kind.
     pub fn policy(&self) -> PolicyKind {
-        self.room().policy.kind()
+        self.residents().policy.kind()
     }
 
     /// Blocks in memory.
     pub fn in_memory(&self) -> u64 {
-        self.room().memory.len() as u64
+        self.residents().memory.len() as u64
     }
 
     /// The turn to store the index, the superblock or an identity.
@@ -290,8 +290,8 @@ impl<C: LocalFile> Store<C> {
         self.backings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn room(&self) -> MutexGuard<'_, Room> {
-        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn residents(&self) -> MutexGuard<'_, Residents> {
+        self.residents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn head(&self) -> MutexGuard<'_, Super> {
@@ -341,21 +341,21 @@ impl<C: LocalFile> Store<C> {
 
     /// Reads the block of `key` from its slot or memory, for the holder of its lock; `None` if it
     /// is in neither.
-    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Option<Tier> {
-        let mut room = self.room();
-        let hit = room.policy.hit_memory(key);
-        if hit && let Some(block) = room.memory.get(&key) {
+    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> Option<HitTier> {
+        let mut residents = self.residents();
+        let hit = residents.policy.hit_memory(key);
+        if hit && let Some(block) = residents.memory.get(&key) {
             bytes.copy_from_slice(&block.bytes()[..bytes.len()]);
             counts.add(Count::MemoryHitBytes, BLOCK_SIZE);
-            return Some(Tier::Memory);
+            return Some(HitTier::Memory);
         }
         let slot = self.sets.find(key)?;
-        room.policy.hit(&self.sets, key, slot);
-        drop(room);
+        residents.policy.hit(&self.sets, key, slot);
+        drop(residents);
         match self.file.read_at(self.layout.slot_at(slot), bytes) {
             Ok(()) if self.sets.check(slot) == check_of(key, bytes) => {
                 counts.add(Count::CacheHitBytes, BLOCK_SIZE);
-                return Some(Tier::Cache);
+                return Some(HitTier::Cache);
             }
             // Nobody else fills a slot of this key meanwhile; another key's block may have come.
             Ok(()) if self.sets.find(key) == Some(slot) => counts.add(Count::CorruptBlocks, 1),
@@ -388,8 +388,8 @@ impl<C: LocalFile> Store<C> {
             return false;
         };
         counts.add(Count::CacheHitBytes, BLOCK_SIZE);
-        match self.room.try_lock() {
-            Ok(mut room) => room.policy.hit(&self.sets, key, slot),
+        match self.residents.try_lock() {
+            Ok(mut residents) => residents.policy.hit(&self.sets, key, slot),
             // Not counted in a sample; the clock counts.
             Err(_) => self.sets.touch(slot),
         }
@@ -402,19 +402,19 @@ impl<C: LocalFile> Store<C> {
             return;
         }
         let (fate, leaving) = {
-            let mut room = self.room();
-            let outcome = room.policy.miss(&self.sets, key);
+            let mut residents = self.residents();
+            let outcome = residents.policy.miss(&self.sets, key);
             if outcome.fate == Fate::Memory {
                 match Pages::zeroed(BLOCK_SIZE) {
                     Some(mut page) => {
                         page.bytes_mut().copy_from_slice(bytes);
-                        room.memory.insert(key, page);
+                        residents.memory.insert(key, page);
                     }
-                    None => drop(room.policy.forget(key)),
+                    None => drop(residents.policy.forget(key)),
                 }
             }
             let leaves = outcome.leaves;
-            (outcome.fate, leaves.and_then(|(key, fate)| self.leave(&mut room, key, fate)))
+            (outcome.fate, leaves.and_then(|(key, fate)| self.leave(&mut residents, key, fate)))
         };
         if let Fate::Slot(slot) = fate {
             self.fill(key, slot, bytes, counts);
@@ -425,15 +425,15 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Takes a block out of memory, and its lock, before anybody can write it.
-    fn leave(&self, room: &mut Room, key: Key, fate: Fate) -> Option<Leaving<'_>> {
-        let bytes = room.memory.remove(&key);
+    fn leave(&self, residents: &mut Residents, key: Key, fate: Fate) -> Option<Leaving<'_>> {
+        let bytes = residents.memory.remove(&key);
         let Fate::Slot(slot) = fate else { return None };
-        let span = Span { device: key.device, first: key.block, end: key.block + 1 };
+        let span = BlockRange { device: key.device, first: key.block, end: key.block + 1 };
         match (bytes, self.locks.try_lock(span)) {
             (Some(bytes), Some(_locked)) => Some(Leaving { key, slot, bytes, _locked }),
             // Somebody reads or writes it: it is not worth a wait.
             _ => {
-                room.policy.release(slot);
+                residents.policy.release(slot);
                 None
             }
         }
@@ -452,18 +452,18 @@ impl<C: LocalFile> Store<C> {
     }
 
     pub(crate) fn release(&self, slot: Slot) {
-        self.room().policy.release(slot);
+        self.residents().policy.release(slot);
     }
 
     /// Forgets a block that is about to change, for the holder of its lock; returns its slot, which
     /// stays reserved for the new content.
     pub(crate) fn forget(&self, key: Key) -> Option<Slot> {
-        let mut room = self.room();
-        room.memory.remove(&key);
-        room.policy.forget(key);
+        let mut residents = self.residents();
+        residents.memory.remove(&key);
+        residents.policy.forget(key);
         let slot = self.sets.find(key)?;
         self.sets.clear(slot);
-        room.policy.reserve(slot)
+        residents.policy.reserve(slot)
     }
 
     /// Empties the slots whose blocks are to go, and returns their number.
@@ -475,8 +475,8 @@ impl<C: LocalFile> Store<C> {
                 dropped += 1;
             }
         }
-        let mut room = self.room();
-        let Room { policy, memory } = &mut *room;
+        let mut residents = self.residents();
+        let Residents { policy, memory } = &mut *residents;
         memory.retain(|key, _| {
             let stays = !goes(*key);
             if !stays {
@@ -491,7 +491,7 @@ impl<C: LocalFile> Store<C> {
     pub(crate) fn store_index(&self, counts: &Counts) -> Result<()> {
         let _turn = self.locks.lock(TURN);
         let mut taken = Vec::new();
-        // What was not synced may be lost, whichever part failed.
+        // Bytes that were not synced may be lost, whichever part failed.
         let give_back = |taken: &[u32]| taken.iter().for_each(|part| self.sets.give_back(*part));
         for part in 0..self.sets.parts() {
             if self.sets.take_changed(part) {

@@ -2,7 +2,7 @@
 
 /// The place in which a block was found, the fastest first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Tier {
+pub enum HitTier {
     /// The memory of the cache's server.
     Memory,
     /// The cache device.

@@ -8,7 +8,7 @@ use crate::{
     backing::SlowDevice,
     counters::{Count, Counts},
     device::CachedDevice,
-    locks::Span,
+    locks::BlockRange,
     marks::Idle,
     mode::Mode,
     sets::Slot,
@@ -122,9 +122,9 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
     }
 
     /// The range of the locks that stands for tidying this device.
-    fn tidying(&self) -> Span {
+    fn tidying(&self) -> BlockRange {
         let first = 2 + u64::from(self.number);
-        Span { device: u8::MAX, first, end: first + 1 }
+        BlockRange { device: u8::MAX, first, end: first + 1 }
     }
 
     /// Clears the marks of regions that are idle, after making the slow device and the index

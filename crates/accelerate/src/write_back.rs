@@ -22,34 +22,34 @@ use crate::{
     backing::Backing,
     counters::{Count, Counts},
     keys::Key,
-    locks::Span,
+    locks::BlockRange,
     log::{DirtyVersion, Heads, Log, Refused, WriteBackScope},
-    store::Store,
+    store::CacheStore,
     throttle::{AtOnce, Moment, Throttle, Waiting},
 };
 
 /// The most blocks of one write to a slow device: 1 MiB.
 const RUN_MAX: usize = 256;
 /// The range of the locks that stands for writing back.
-pub(crate) const TURN: Span = Span { device: u8::MAX, first: 1, end: 2 };
+pub(crate) const TURN: BlockRange = BlockRange { device: u8::MAX, first: 1, end: 2 };
 const BLOCK: usize = BLOCK_SIZE as usize;
 
 /// When dirty blocks are written back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits {
+pub struct DirtyLimits {
     /// Percentage of the log from which on it is written back.
     pub percent: u8,
     /// Age in seconds from which on a block is written back.
     pub seconds: u64,
 }
 
-impl Default for Limits {
+impl Default for DirtyLimits {
     fn default() -> Self {
         Self { percent: 50, seconds: 30 }
     }
 }
 
-impl<C: LocalFile> Heads for Store<C> {
+impl<C: LocalFile> Heads for CacheStore<C> {
     fn open_segment(&self, segment: u32) -> Result<()> {
         self.store_head(|head| head.log.open = Some(segment))
     }
@@ -59,7 +59,7 @@ impl<C: LocalFile> Heads for Store<C> {
     }
 }
 
-impl<C: LocalFile> Store<C> {
+impl<C: LocalFile> CacheStore<C> {
     /// Dirty blocks in the log, also those that are on their slow device already; and the
     /// percentage of the log that is in use.
     pub fn dirty(&self) -> (u64, u8) {
@@ -154,7 +154,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// Writes back what is older or more than `limits` say; `now` is a clock's seconds.
-    pub fn write_back_due(&self, limits: Limits, now: u64) -> Result<()> {
+    pub fn write_back_due(&self, limits: DirtyLimits, now: u64) -> Result<()> {
         while self.write_back_throttled(limits, now, &AtOnce)? {}
         Ok(())
     }
@@ -163,7 +163,7 @@ impl<C: LocalFile> Store<C> {
     /// turn. True if more may be due.
     pub fn write_back_throttled(
         &self,
-        limits: Limits,
+        limits: DirtyLimits,
         now: u64,
         throttle: &dyn Throttle,
     ) -> Result<bool> {
@@ -303,7 +303,7 @@ impl<C: LocalFile> Store<C> {
         bytes: &[u8],
         counts: &Counts,
     ) {
-        let span = Span { device: key.device, first: key.block, end: key.block + 1 };
+        let span = BlockRange { device: key.device, first: key.block, end: key.block + 1 };
         let Some(_locked) = self.locks.try_lock(span) else { return };
         if log.find(key) == Some(entry) && self.sets().find(key).is_none() {
             self.admit(key, bytes, counts);

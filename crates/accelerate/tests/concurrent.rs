@@ -10,8 +10,8 @@ use std::{
 };
 
 use burgeon_accelerate::{
-    CachedDevice, Count, DeviceOptions, Limits, Mode, SlowDevice, Store, Trust, create_with,
-    format::Layout, policy::PolicyKind,
+    CacheStore, CachedDevice, Count, DeviceOptions, DirtyLimits, Mode, SlowDevice, Trust,
+    create_with, format::Layout, policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, LocalFile, Result};
 use testkit::Rng;
@@ -110,7 +110,7 @@ fn work(device: &CachedDevice<Memory, Memory>, newest: &[AtomicU64], writes: boo
             device.tidy().expect("tidying fails");
         }
         if round % 100 == 0 {
-            let limits = Limits { percent: 50, seconds: rng.below(4) };
+            let limits = DirtyLimits { percent: 50, seconds: rng.below(4) };
             let written = device.store().write_back_due(limits, round / 100);
             written.expect("writing back fails");
         }
@@ -132,7 +132,7 @@ fn no_thread_reads_an_older_version() {
         let layout = Layout::with_log(CACHE_LEN as u64, log_blocks).expect("no layout");
         create_with(&cache, layout, [1; 16]).expect("no cache");
         let distrust = Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(()));
-        let store = Store::open(cache, CACHE_LEN as u64, Trust::Cold, kind, distrust);
+        let store = CacheStore::open(cache, CACHE_LEN as u64, Trust::Cold, kind, distrust);
         let store = Arc::new(store.expect("no store"));
         let slow = Memory::new(BLOCKS as usize * BLOCK);
         let options = DeviceOptions::new(mode);

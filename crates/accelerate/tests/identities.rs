@@ -5,7 +5,8 @@ mod machine;
 use std::sync::{Arc, Mutex, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Dirty, Limits, Mode, Store, Trust, dirty_in, policy::PolicyKind,
+    CacheStore, CachedDevice, DeviceOptions, Dirty, DirtyLimits, Mode, Trust, dirty_in,
+    policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, ErrorKind, LocalFile, Result};
 use machine::{BLOCK, Disk, Machine, SLOW_BLOCKS, get, lock, put};
@@ -136,7 +137,7 @@ fn an_accepted_loss_is_the_end_of_the_dirty_blocks() {
     }
 }
 
-fn bytes_of(store: &Store<Disk>) -> Vec<(String, u64)> {
+fn bytes_of(store: &CacheStore<Disk>) -> Vec<(String, u64)> {
     store.dirty_devices().into_iter().map(|dirty| (dirty.name.clone(), dirty.bytes())).collect()
 }
 
@@ -195,7 +196,7 @@ fn step(device: &CachedDevice<Disk, Disk>, rng: &mut testkit::Rng) -> Result<()>
         3 => device.erase(range, Erase::Zeroes { unmap: false }),
         4 => device.set_mode(rng.pick(&Mode::ALL).0),
         5 => device.tidy(),
-        6 => device.store().write_back_due(Limits { percent: 30, seconds: 0 }, rng.below(99)),
+        6 => device.store().write_back_due(DirtyLimits { percent: 30, seconds: 0 }, rng.below(99)),
         7 => device.flush(),
         _ => device.store().write_back_all(),
     }
@@ -216,7 +217,7 @@ fn a_dirty_device_that_is_absent_keeps_its_blocks_and_disturbs_no_other() {
     }
     device.store().write_back_all().expect("writing back fails");
     assert_eq!((device.dirty(), other.block(77)), (0, vec![3; BLOCK]));
-    let limits = Limits { percent: 1, seconds: 1 };
+    let limits = DirtyLimits { percent: 1, seconds: 1 };
     device.store().write_back_due(limits, 1000).expect("writing back fails");
     assert_eq!(bytes_of(device.store()), [("slow".to_owned(), 8192)]);
     assert!(device.store().forget_device("slow").is_err());
@@ -235,7 +236,7 @@ fn a_dirty_device_that_is_absent_keeps_its_blocks_and_disturbs_no_other() {
 fn bytes_that_are_gone_are_refused_by_name() {
     let machine = dirty_machine();
     let gone = machine.store(Trust::Warm).expect("no store").dirty_devices();
-    let store = Store::failed(Disk::new(machine::CACHE_LEN), gone).expect("no store");
+    let store = CacheStore::failed(Disk::new(machine::CACHE_LEN), gone).expect("no store");
     let options = DeviceOptions { is_in_use: true, ..DeviceOptions::new(BACK) };
     let device =
         CachedDevice::attach(store.into(), machine.slow.clone(), "slow", Trust::Cold, options);
@@ -260,7 +261,8 @@ fn a_cache_device_that_dies_leaves_a_list_of_what_it_had() {
         lock(&place).extend_from_slice(dirty);
         Ok(())
     });
-    let store = Store::open(machine.cache.clone(), len, Trust::Cold, PolicyKind::Clock, distrust);
+    let store =
+        CacheStore::open(machine.cache.clone(), len, Trust::Cold, PolicyKind::Clock, distrust);
     let (store, options) = (Arc::new(store.expect("no store")), DeviceOptions::new(BACK));
     let device = CachedDevice::attach(store, machine.slow.clone(), "slow", Trust::Cold, options);
     let device = device.expect("not attached");
@@ -339,7 +341,7 @@ fn a_device_that_fails_keeps_no_other_from_being_written_back() {
     let device = attach(other.clone(), "other").expect("not attached");
     put(&device, 7, 1);
     machine.slow.fail(true);
-    let limits = Limits { percent: 0, seconds: 0 };
+    let limits = DirtyLimits { percent: 0, seconds: 0 };
     assert!(store.write_back_due(limits, 1).is_err());
     assert_eq!((device.dirty(), other.block(7), failing.dirty()), (0, vec![1; BLOCK], 2));
     // Nor from being written to, also when the log is full.

@@ -5,7 +5,7 @@ mod machine;
 use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
-    CachedDevice, Counts, DeviceOptions, Limits, Mode, Store, Trust, create_with,
+    CacheStore, CachedDevice, Counts, DeviceOptions, DirtyLimits, Mode, Trust, create_with,
     format::{LOG_MIN, Layout},
     policy::PolicyKind,
 };
@@ -33,7 +33,7 @@ fn age_or_fill_begins_the_writing_back() {
     let machine = Machine::new();
     let device = machine.start();
     let due = |percent, seconds, now| {
-        let limits = Limits { percent, seconds };
+        let limits = DirtyLimits { percent, seconds };
         device.store().write_back_due(limits, now).expect("writing back fails");
         !machine.slow.taken_writes().is_empty()
     };
@@ -273,8 +273,8 @@ fn a_loss_that_shows_at_a_cold_start_fails_the_flushes_of_a_device_in_use() {
         create_with(&cache, layout, [1; 16]).expect("no cache");
         let (len, distrust) =
             (CACHE_LEN as u64, Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(())));
-        let store =
-            Store::open(cache, len, Trust::Cold, PolicyKind::Clock, distrust).expect("no store");
+        let store = CacheStore::open(cache, len, Trust::Cold, PolicyKind::Clock, distrust)
+            .expect("no store");
         let options = DeviceOptions { is_in_use, ..DeviceOptions::new(Mode::WriteThrough) };
         slow.fail(true);
         let device =

@@ -15,7 +15,7 @@ use rustix::{
 };
 use serde_json::Value;
 
-use crate::control::{Answer, receive};
+use crate::control::{ControlAnswer, receive};
 
 /// Descriptors that programs inherit until this is dropped.
 pub(crate) struct Passed<'a>(Vec<BorrowedFd<'a>>);
@@ -52,6 +52,6 @@ pub(crate) fn first_answer(child: &mut Child, limit: Duration) -> Result<Value> 
     let what = || Error::new(ErrorKind::Unavailable, "a process of the cache does not answer");
     let stdout = child.stdout.take().ok_or_else(what)?;
     let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || sender.send(receive::<Answer>(stdout)));
+    thread::spawn(move || sender.send(receive::<ControlAnswer>(stdout)));
     receiver.recv_timeout(limit).map_err(|_| what())??.into_result()
 }

@@ -31,7 +31,7 @@ const QUESTION: Duration = Duration::from_secs(5);
 /// A question.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(rename_all = "kebab-case", tag = "do")]
-pub enum Ask {
+pub enum ControlRequest {
     /// To the supervisor: attach a slow device.
     Attach(Attach),
     /// To the supervisor: detach the slow device.
@@ -117,7 +117,7 @@ pub struct Attach {
 /// An answer.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(rename_all = "kebab-case")]
-pub enum Answer {
+pub enum ControlAnswer {
     /// Done; a document.
     Done(Value),
     /// An error: its kind and text.
@@ -129,7 +129,7 @@ pub enum Answer {
     },
 }
 
-impl From<Result<Value>> for Answer {
+impl From<Result<Value>> for ControlAnswer {
     fn from(result: Result<Value>) -> Self {
         match result {
             Ok(document) => Self::Done(document),
@@ -140,7 +140,7 @@ impl From<Result<Value>> for Answer {
     }
 }
 
-impl Answer {
+impl ControlAnswer {
     pub(crate) fn into_result(self) -> Result<Value> {
         match self {
             Self::Done(document) => Ok(document),
@@ -150,7 +150,7 @@ impl Answer {
 }
 
 /// Asks whoever listens at `socket`. `NotFound` if nobody does.
-pub fn ask(socket: &Path, question: &Ask) -> Result<Value> {
+pub fn ask(socket: &Path, question: &ControlRequest) -> Result<Value> {
     let mut stream = UnixStream::connect(socket).map_err(|error| {
         Error::with_source(
             ErrorKind::NotFound,
@@ -160,12 +160,14 @@ pub fn ask(socket: &Path, question: &Ask) -> Result<Value> {
     })?;
     let failed = |error| Error::io(format!("cannot ask at {}", socket.display()), error);
     let patience = match question {
-        Ask::Attach(_) | Ask::Detach { .. } | Ask::WriteBack { .. } => PATIENCE_FOR_DISKS,
+        ControlRequest::Attach(_)
+        | ControlRequest::Detach { .. }
+        | ControlRequest::WriteBack { .. } => PATIENCE_FOR_DISKS,
         _ => PATIENCE,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;
     send(&mut stream, question)?;
-    receive::<Answer>(&stream)?.into_result()
+    receive::<ControlAnswer>(&stream)?.into_result()
 }
 
 pub(crate) fn send(stream: &mut impl Write, document: &impl Serialize) -> Result<()> {
@@ -185,7 +187,7 @@ pub(crate) fn receive<T: DeserializeOwned>(stream: impl Read) -> Result<T> {
 }
 
 /// Answers one connection.
-pub(crate) fn answer(stream: UnixStream, answer: impl FnOnce(Ask) -> Result<Value>) {
+pub(crate) fn answer(stream: UnixStream, answer: impl FnOnce(ControlRequest) -> Result<Value>) {
     // A peer that asks nothing gets no answer.
     if let Ok(question) = question(&stream) {
         reply(stream, answer(question));
@@ -193,15 +195,15 @@ pub(crate) fn answer(stream: UnixStream, answer: impl FnOnce(Ask) -> Result<Valu
 }
 
 /// The question of a connection.
-pub(crate) fn question(stream: &UnixStream) -> Result<Ask> {
+pub(crate) fn question(stream: &UnixStream) -> Result<ControlRequest> {
     stream
         .set_read_timeout(Some(QUESTION))
         .map_err(|e| Error::io("cannot limit a wait", e))
-        .and_then(|()| receive::<Ask>(stream))
+        .and_then(|()| receive::<ControlRequest>(stream))
 }
 
 /// Answers it.
 pub(crate) fn reply(mut stream: UnixStream, result: Result<Value>) {
     // A peer that has left gets no answer.
-    let _ = send(&mut stream, &Answer::from(result));
+    let _ = send(&mut stream, &ControlAnswer::from(result));
 }

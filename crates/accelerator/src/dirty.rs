@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     disk::{Disk, PARTITION},
-    folder::{Folder, hex},
+    folder::{CacheFolder, hex},
 };
 
 /// The most ranges of a device that are recorded; more are joined to fewer, longer ones.
@@ -32,7 +32,7 @@ const RANGES_MAX: usize = 100_000;
 
 /// A slow device that a cache may have newer content of.
 #[derive(Serialize, Deserialize, Clone, PartialEq, Eq, Debug, Default)]
-pub struct Owner {
+pub struct DirtyOwner {
     /// Its place when it was attached ([`Disk::origin`]); empty if that is not known.
     pub slow: PathBuf,
     /// Its serial number, if it has one.
@@ -44,7 +44,7 @@ pub struct Owner {
     pub changed: bool,
 }
 
-impl Owner {
+impl DirtyOwner {
     /// Of a slow device, with the id of its cache device.
     pub(crate) fn of(slow: &Disk, cache: [u8; 16]) -> Self {
         Self { slow: slow.origin(), serial: slow.serial(), cache: hex(cache), changed: false }
@@ -84,12 +84,12 @@ impl Owners {
     }
 
     /// The document of a device.
-    pub(crate) fn get(&self, name: &str) -> Option<Owner> {
+    pub(crate) fn get(&self, name: &str) -> Option<DirtyOwner> {
         read(&self.0.join(name))
     }
 
     /// Records a device, durably.
-    pub(crate) fn put(&self, name: &str, owner: &Owner) -> Result<()> {
+    pub(crate) fn put(&self, name: &str, owner: &DirtyOwner) -> Result<()> {
         let path = self.0.join(name);
         let failed = |e: io::Error| Error::io(format!("cannot write {}", path.display()), e);
         if read(&path).is_some_and(|known| known == *owner) {
@@ -104,17 +104,17 @@ impl Owners {
     pub(crate) fn note(&self, name: &str, cache: [u8; 16]) -> Result<()> {
         match self.get(name) {
             Some(_) => Ok(()),
-            None => self.put(name, &Owner { cache: hex(cache), ..Owner::default() }),
+            None => self.put(name, &DirtyOwner { cache: hex(cache), ..DirtyOwner::default() }),
         }
     }
 
     /// Records that every device that was ever attached may be written to without the cache.
     pub(crate) fn note_changed(&self) -> Result<()> {
-        let attached = |(_, owner): &(String, Owner)| !owner.slow.as_os_str().is_empty();
+        let attached = |(_, owner): &(String, DirtyOwner)| !owner.slow.as_os_str().is_empty();
         self.all()
             .into_iter()
             .filter(attached)
-            .try_for_each(|(name, owner)| self.put(&name, &Owner { changed: true, ..owner }))
+            .try_for_each(|(name, owner)| self.put(&name, &DirtyOwner { changed: true, ..owner }))
     }
 
     /// True if `slow` is the device `name`, and its content tells nothing. `Invalid` if only its
@@ -168,7 +168,7 @@ impl Owners {
 
 /// `Unavailable` if `slow` is a device that a cache has newer content of, but for
 /// `name` in the cache of `own`: whoever used it would use old content, and change it.
-pub fn refuse_elsewhere(own: &Folder, name: &str, slow: &Disk) -> Result<()> {
+pub fn refuse_elsewhere(own: &CacheFolder, name: &str, slow: &Disk) -> Result<()> {
     for folder in own.siblings() {
         for (other, owner) in folder.dirty() {
             let is_own = folder.path() == own.path() && other == name;
@@ -186,7 +186,7 @@ pub fn refuse_elsewhere(own: &Folder, name: &str, slow: &Disk) -> Result<()> {
 }
 
 /// A document that cannot be read is one of an unknown device.
-fn read(path: &Path) -> Option<Owner> {
+fn read(path: &Path) -> Option<DirtyOwner> {
     match fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         text => Some(serde_json::from_slice(&text.unwrap_or_default()).unwrap_or_default()),
@@ -203,21 +203,21 @@ fn put_durably(path: &Path, text: &[u8]) -> io::Result<()> {
     path.ancestors().skip(1).take(2).try_for_each(|folder| File::open(folder)?.sync_all())
 }
 
-impl Folder {
+impl CacheFolder {
     /// The folder of the documents.
     pub(crate) fn owners(&self) -> PathBuf {
         self.path().join("dirty")
     }
 
     /// Names of the slow devices that the cache may have newer content of.
-    pub fn dirty(&self) -> Vec<(String, Owner)> {
+    pub fn dirty(&self) -> Vec<(String, DirtyOwner)> {
         Owners::at(&self.owners()).all()
     }
 }
 
 impl Owners {
     /// All of them, by name.
-    pub(crate) fn all(&self) -> Vec<(String, Owner)> {
+    pub(crate) fn all(&self) -> Vec<(String, DirtyOwner)> {
         let entries = fs::read_dir(&self.0).into_iter().flatten().flatten();
         let known = entries.filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
@@ -248,7 +248,7 @@ pub(crate) fn record_distrust(place: &Path, dirty: &[Dirty]) -> Result<()> {
     put_durably(place, &text).map_err(failed)
 }
 
-/// What [`record_distrust`] has recorded; `Corrupt` if it cannot be read.
+/// The record of [`record_distrust`]; `Corrupt` if it cannot be read.
 pub(crate) fn gone(place: &Path) -> Result<Vec<Dirty>> {
     let text =
         fs::read(place).map_err(|e| Error::io(format!("cannot read {}", place.display()), e))?;
@@ -277,26 +277,26 @@ fn joined(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
 mod tests {
     use burgeon_accelerate::Dirty;
 
-    use super::{Owner, Owners, RANGES_MAX, gone, joined, record_distrust, refuse_elsewhere};
-    use crate::{disk::Disk, folder::Folder};
+    use super::{DirtyOwner, Owners, RANGES_MAX, gone, joined, record_distrust, refuse_elsewhere};
+    use crate::{disk::Disk, folder::CacheFolder};
 
     #[test]
     fn devices_are_known_until_they_are_removed() {
         let state = tempfile::tempdir().unwrap();
-        let folder = Folder::of(state.path(), "fast").unwrap();
+        let folder = CacheFolder::of(state.path(), "fast").unwrap();
         assert!(folder.dirty().is_empty());
         std::fs::create_dir_all(folder.path()).unwrap();
         let slow = state.path().join("slow");
         std::fs::write(&slow, [0; 8192]).unwrap();
         let slow = Disk::open(&slow).unwrap();
-        let owner = Owner::of(&slow, [7; 16]);
+        let owner = DirtyOwner::of(&slow, [7; 16]);
         let owners = Owners::at(&folder.owners());
         owners.put("data", &owner).unwrap();
         owners.put("data", &owner).unwrap();
         std::fs::write(folder.owners().join("broken"), "{").unwrap();
         assert_eq!(
             folder.dirty(),
-            [("broken".into(), Owner::default()), ("data".into(), owner.clone())]
+            [("broken".into(), DirtyOwner::default()), ("data".into(), owner.clone())]
         );
         // It is on another cache device, until that is lost.
         assert!(owners.check([7; 16], |_| false).unwrap_err().to_string().contains("broken"));
@@ -316,7 +316,7 @@ mod tests {
         owners.note_changed().unwrap();
         assert!(!owners.is_changed("new", &other, false).unwrap());
         owners.remove("new");
-        assert_eq!(folder.dirty(), [("data".into(), Owner { changed: true, ..owner })]);
+        assert_eq!(folder.dirty(), [("data".into(), DirtyOwner { changed: true, ..owner })]);
         owners.remove("data");
         owners.remove("data");
         assert!(folder.dirty().is_empty());
@@ -327,13 +327,13 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let path = state.path().join("slow");
         std::fs::write(&path, [0; 8192]).unwrap();
-        let folders = ["fast", "other"].map(|name| Folder::of(state.path(), name).unwrap());
+        let folders = ["fast", "other"].map(|name| CacheFolder::of(state.path(), name).unwrap());
         folders.iter().for_each(|folder| folder.record(&path, [1; 16]).unwrap());
         assert_eq!(folders[0].cache().unwrap(), path);
         assert!(folders[0].is_its_cache([1; 16]) && !folders[0].is_its_cache([2; 16]));
         let slow = Disk::open(&path).unwrap();
         refuse_elsewhere(&folders[0], "data", &slow).unwrap();
-        Owners::at(&folders[1].owners()).put("data", &Owner::of(&slow, [7; 16])).unwrap();
+        Owners::at(&folders[1].owners()).put("data", &DirtyOwner::of(&slow, [7; 16])).unwrap();
         let refused = |folder, name| refuse_elsewhere(folder, name, &slow).unwrap_err().to_string();
         assert!(refused(&folders[0], "data").contains("the cache other has newer content of"));
         assert!(refused(&folders[1], "else").contains("--name data"));

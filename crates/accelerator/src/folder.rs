@@ -21,7 +21,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, Result};
 use serde_json::Value;
 
-use crate::control::{Ask, ask};
+use crate::control::{ControlRequest, ask};
 
 /// `argv[0]` of the processes of a cache.
 const SERVING: &str = "@burgeon";
@@ -31,9 +31,9 @@ const START_MAX: Duration = Duration::from_secs(20);
 const NAME_MAX: usize = 32;
 
 /// The folder of one cache.
-pub struct Folder(PathBuf);
+pub struct CacheFolder(PathBuf);
 
-impl Folder {
+impl CacheFolder {
     /// A folder that exists.
     pub(crate) fn at(path: &Path) -> Self {
         Self(path.to_owned())
@@ -131,13 +131,13 @@ impl Folder {
     }
 
     /// Asks the server. `NotFound` if nothing is attached.
-    pub fn ask_server(&self, question: &Ask) -> Result<Value> {
+    pub fn ask_server(&self, question: &ControlRequest) -> Result<Value> {
         ask(&self.serve_socket(), question)
     }
 
     /// Asks the supervisor. `NotFound` if nothing is attached, `Unavailable` if it is dead, and its
     /// server is not.
-    pub fn ask_supervisor(&self, question: &Ask) -> Result<Value> {
+    pub fn ask_supervisor(&self, question: &ControlRequest) -> Result<Value> {
         match ask(&self.supervise_socket(), question) {
             Err(error) if error.kind() == ErrorKind::NotFound && self.is_served() => {
                 let what = format!(
@@ -156,7 +156,7 @@ impl Folder {
         if self.is_served() {
             return Ok(());
         }
-        // What stops a supervisor is said here, where the user sees it.
+        // An error that stops a supervisor is reported here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");
         let mut starter = match Path::new("/run/systemd/system").is_dir() {
@@ -258,7 +258,7 @@ pub fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name.len() > NAME_MAX || name.starts_with('.') || !name.chars().all(known)
     {
         let what = format!(
-            "{name:?} is no name: 1 to {NAME_MAX} letters, digits, and -, _ or ., not first a dot"
+            "{name:?} is not a name: 1 to {NAME_MAX} letters, digits, and -, _ or ., not first a dot"
         );
         return Err(Error::new(ErrorKind::Invalid, what));
     }

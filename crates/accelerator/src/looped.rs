@@ -12,7 +12,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, LoopDevice, LoopOptions};
 use serde_json::json;
 
-use crate::control::{Answer, send};
+use crate::control::{ControlAnswer, send};
 
 /// The main function of the helper: attaches a loop device to the FUSE file of the mount
 /// `arguments[0]`, prints its path, and holds it until its input ends.
@@ -38,7 +38,7 @@ pub fn loop_process(arguments: &[OsString]) -> ExitCode {
     let attached = attach();
     let document = attached.as_ref().map(|device| json!(device.path()));
     let document = document.map_err(|e| Error::new(e.kind(), e.to_string()));
-    if send(&mut stdout(), &Answer::from(document)).is_err() {
+    if send(&mut stdout(), &ControlAnswer::from(document)).is_err() {
         return ExitCode::FAILURE;
     }
     let _ = copy(&mut stdin(), &mut sink());

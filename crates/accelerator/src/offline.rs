@@ -11,14 +11,14 @@
 use std::sync::Arc;
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Dirty, Mode, Store, Trust, policy::PolicyKind,
+    CacheStore, CachedDevice, DeviceOptions, Dirty, Mode, Trust, policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
 use crate::{
     dirty::{Owners, record_distrust, refuse_elsewhere},
     disk::Disk,
-    folder::Folder,
+    folder::CacheFolder,
 };
 
 /// Blocks that are written back at once: 8 MiB.
@@ -27,7 +27,7 @@ const BLOCKS_AT_ONCE: usize = 2048;
 /// Writes back all dirty blocks of the device `name`; returns their bytes. `NotFound` if the cache
 /// has none, `Unavailable` if the cache is served or a device is in use, `Invalid` if the slow
 /// device or the cache device is another one, `LocalIo` if the cache device has failed.
-pub fn flush(folder: &Folder, name: &str) -> Result<u64> {
+pub fn flush(folder: &CacheFolder, name: &str) -> Result<u64> {
     let cache = folder.name();
     if folder.is_served() {
         let what = format!(
@@ -66,11 +66,11 @@ pub fn flush(folder: &Folder, name: &str) -> Result<u64> {
     Ok(bytes)
 }
 
-fn open(folder: &Folder) -> Result<Arc<Store<Disk>>> {
+fn open(folder: &CacheFolder) -> Result<Arc<CacheStore<Disk>>> {
     let file = Disk::open(&folder.cache()?)?;
     let (size, place) = (file.size(), folder.distrust());
     let distrust = Box::new(move |dirty: &[Dirty]| record_distrust(&place, dirty));
-    let store = Store::open(file, size, Trust::Cold, PolicyKind::Clock, distrust)?;
+    let store = CacheStore::open(file, size, Trust::Cold, PolicyKind::Clock, distrust)?;
     if folder.is_its_cache(store.id()) {
         return Ok(Arc::new(store));
     }

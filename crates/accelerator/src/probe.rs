@@ -1,11 +1,11 @@
-//! What a device holds already, by the marks of formats at their places.
+//! The present content of a device, by the marks of formats at their places.
 
 use burgeon_block::{LocalFile, Result};
 
 /// Bytes from the beginning that are looked at.
 const LEN: usize = 68 << 10;
 
-/// What [`content`] says of a cache.
+/// The answer of [`content`] for a cache.
 pub const CACHE: &str = "a cache of Burgeon";
 
 const MARKS: &[(usize, &[u8], &str)] = &[
@@ -34,7 +34,7 @@ const MARKS: &[(usize, &[u8], &str)] = &[
     (510, b"\x55\xaa", "a partition table (MBR) or a FAT file system"),
 ];
 
-/// What `file` of `size` bytes holds, if it is something known.
+/// The content of `file` of `size` bytes, if its format is known.
 pub fn content(file: &impl LocalFile, size: u64) -> Result<Option<&'static str>> {
     let Some(mut pages) = burgeon_block::Pages::zeroed(LEN as u64) else { return Ok(None) };
     let len = (size.min(LEN as u64) as usize) / 512 * 512;

@@ -31,23 +31,23 @@ use std::{
 };
 
 use burgeon_accelerate::{
-    CachedDevice, Counts, DeviceOptions, Dirty, Mode, Store, Trust, policy::PolicyKind,
+    CacheStore, CachedDevice, Counts, DeviceOptions, Dirty, Mode, Trust, policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
-use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
+use burgeon_frontend::{Connection, End, FuseServer, ServeOptions, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
-    control::{Answer, Ask, Set, answer, receive, send},
+    control::{ControlAnswer, ControlRequest, Set, answer, receive, send},
     device::Served,
-    dirty::{Owner, Owners, gone, record_distrust},
+    dirty::{DirtyOwner, Owners, gone, record_distrust},
     disk::Disk,
     harden::harden,
     shared::SharedCells,
     status::{distributions, document},
-    writing_back::{Settings, WritingBack},
+    writing_back::{WriteBackSettings, WritingBack},
 };
 
 /// Time between two looks for idle regions.
@@ -66,7 +66,7 @@ const BLOCKS_AT_ONCE: usize = 2048;
 /// Questions that are answered at once.
 const ANSWERS_MAX: u32 = 16;
 
-/// What a server is to serve.
+/// The cache and the devices that a server serves.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Plan {
     pub(crate) cache: PathBuf,
@@ -75,7 +75,7 @@ pub(crate) struct Plan {
     /// The file that is made when the content must not be used any more.
     pub(crate) distrust: PathBuf,
     pub(crate) policy: String,
-    pub(crate) writing_back: Settings,
+    pub(crate) writing_back: WriteBackSettings,
     /// Documents of devices that may have dirty blocks.
     pub(crate) owners: PathBuf,
     /// The cache device had failed.
@@ -114,7 +114,7 @@ struct Device {
     /// Requests that begin write-back: its document stays meanwhile.
     beginning: AtomicU32,
     /// `None` once it was stopped.
-    server: Mutex<Option<Server>>,
+    server: Mutex<Option<FuseServer>>,
     /// The kernel has let go of the device.
     ended: Arc<AtomicBool>,
 }
@@ -130,15 +130,15 @@ pub fn serve_process() -> ExitCode {
     match begun {
         Ok((runtime, served)) => runtime.block_on(served.run()),
         Err(error) => {
-            let _ = send(&mut stdout(), &Answer::from(Err(error)));
+            let _ = send(&mut stdout(), &ControlAnswer::from(Err(error)));
             ExitCode::FAILURE
         }
     }
 }
 
-/// What all parts of the server share.
+/// The state that all parts of the server share.
 struct Serving {
-    store: Arc<Store<Disk>>,
+    store: Arc<CacheStore<Disk>>,
     devices: Vec<Device>,
     listener: UnixListener,
     writing_back: WritingBack,
@@ -183,7 +183,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let cached = Arc::new(cached.count_in(Counts::shared(cells.clone())));
         // Before it is served, and not before it is the right device.
         if !cached.is_settled() && !store.has_failed() {
-            owners.put(&device.name, &Owner::of(cached.slow(), store.id()))?;
+            owners.put(&device.name, &DirtyOwner::of(cached.slow(), store.id()))?;
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
@@ -215,7 +215,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
 }
 
 /// The mode of a device at the start: one in use goes on without write-back rather than not at all.
-fn mode_of(device: &PlanDevice, store: &Store<Disk>) -> Result<Mode> {
+fn mode_of(device: &PlanDevice, store: &CacheStore<Disk>) -> Result<Mode> {
     let mode = named(&device.mode, Mode::parse, "mode")?;
     if mode != Mode::WriteBack {
         return Ok(mode);
@@ -241,14 +241,14 @@ pub(crate) fn named<T>(name: &str, parse: impl Fn(&str) -> Option<T>, what: &str
     parse(name).ok_or_else(unknown)
 }
 
-fn open(plan: &Plan, policy: PolicyKind) -> Result<Store<Disk>> {
+fn open(plan: &Plan, policy: PolicyKind) -> Result<CacheStore<Disk>> {
     let file = Disk::adopt(File::from(take(plan.cache_fd)), &plan.cache)?;
     let size = file.size();
     let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
     let place = plan.distrust.clone();
     let distrust = Box::new(move |dirty: &[Dirty]| record_distrust(&place, dirty));
     let copy = file.descriptor()?;
-    match Store::open(file, size, trust, policy, distrust) {
+    match CacheStore::open(file, size, trust, policy, distrust) {
         Ok(store) => {
             // Only here: nothing is served yet, so nobody can have recorded a newer failure.
             if plan.is_distrusted {
@@ -266,7 +266,7 @@ fn open(plan: &Plan, policy: PolicyKind) -> Result<Store<Disk>> {
                 false => Vec::new(),
             };
             record_distrust(&plan.distrust, &gone)?;
-            Store::failed(Disk::adopt(File::from(copy), &plan.cache)?, gone)
+            CacheStore::failed(Disk::adopt(File::from(copy), &plan.cache)?, gone)
         }
         Err(error) => Err(Error::with_source(
             error.kind(),
@@ -278,7 +278,7 @@ fn open(plan: &Plan, policy: PolicyKind) -> Result<Store<Disk>> {
 
 /// `Invalid` if the cache has no log, `UnsupportedFormat` if the kernel loses writes of a dead
 /// server.
-fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
+fn need_write_back(store: &CacheStore<Disk>, resends: bool) -> Result<()> {
     if !resends {
         return Err(Error::new(ErrorKind::UnsupportedFormat, NO_RESEND));
     }
@@ -295,7 +295,7 @@ fn need_write_back(store: &Store<Disk>, resends: bool) -> Result<()> {
 
 /// Records absent devices that have dirty blocks in the cache, which may come from another host,
 /// and removes the records of those that have none.
-fn record_absent(store: &Store<Disk>, devices: &[Device], owners: &Owners) -> Result<()> {
+fn record_absent(store: &CacheStore<Disk>, devices: &[Device], owners: &Owners) -> Result<()> {
     if store.has_failed() {
         return Ok(());
     }
@@ -314,7 +314,7 @@ impl Serving {
     async fn run(self) -> ExitCode {
         let supervisor = rustix::process::getppid();
         let Ok(mut terminated) = signal(SignalKind::terminate()) else { return ExitCode::FAILURE };
-        if send(&mut stdout(), &Answer::Done(json!("ready"))).is_err() {
+        if send(&mut stdout(), &ControlAnswer::Done(json!("ready"))).is_err() {
             return ExitCode::FAILURE;
         }
         let serving = Arc::new(self);
@@ -425,7 +425,7 @@ impl Serving {
     fn begin_write_back(&self, device: &CachedDevice<Disk, Disk>) -> Result<()> {
         {
             let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
-            owners.put(device.name(), &Owner::of(device.slow(), self.store.id()))?;
+            owners.put(device.name(), &DirtyOwner::of(device.slow(), self.store.id()))?;
         }
         device.set_mode(Mode::WriteBack)?;
         // Afterwards, because the supervisor may die in between.
@@ -445,8 +445,8 @@ impl Serving {
         mode.map_or(Ok(()), |mode| self.set_mode(device, mode))?;
         policy.into_iter().for_each(|policy| self.store.set_policy(policy));
         set.cutoff.into_iter().for_each(|cutoff| device.cached.set_cutoff(cutoff));
-        let Settings { percent, seconds, rate } = self.writing_back.settings();
-        self.writing_back.set(Settings {
+        let WriteBackSettings { percent, seconds, rate } = self.writing_back.settings();
+        self.writing_back.set(WriteBackSettings {
             percent: set.dirty_limit.unwrap_or(percent),
             seconds: set.dirty_age.unwrap_or(seconds),
             rate: set.writeback_rate.unwrap_or(rate),
@@ -504,20 +504,22 @@ impl Serving {
         found.ok_or_else(missing)
     }
 
-    fn answer(&self, question: Ask) -> Result<Value> {
+    fn answer(&self, question: ControlRequest) -> Result<Value> {
         match question {
-            Ask::Status => Ok(self.status()),
-            Ask::Set(set) => self.set(set),
-            Ask::WriteBack { name, before, ends } => self.write_back(&name, before, ends),
-            Ask::Flush { name } => {
+            ControlRequest::Status => Ok(self.status()),
+            ControlRequest::Set(set) => self.set(set),
+            ControlRequest::WriteBack { name, before, ends } => {
+                self.write_back(&name, before, ends)
+            }
+            ControlRequest::Flush { name } => {
                 let device = &self.device(&name)?.cached;
                 device.flush()?;
                 device.tidy()?;
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
             }
-            Ask::Check { name, from } => self.check(&name, from),
-            Ask::Histogram { name } => self.distributions(&name),
-            Ask::Attach(_) | Ask::Detach { .. } => Err(Error::new(
+            ControlRequest::Check { name, from } => self.check(&name, from),
+            ControlRequest::Histogram { name } => self.distributions(&name),
+            ControlRequest::Attach(_) | ControlRequest::Detach { .. } => Err(Error::new(
                 ErrorKind::Invalid,
                 "only the supervisor of a cache attaches and detaches: use `burgeon accelerate`",
             )),

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use burgeon_accelerate::{CachedDevice, Count, Store};
+use burgeon_accelerate::{CacheStore, CachedDevice, Count};
 use burgeon_block::{BLOCK_SIZE, Counters, HistogramSnapshot};
 use serde_json::{Value, json};
 
 use crate::{
     disk::Disk,
     times::{Kind, Times},
-    writing_back::{Settings, WritingBack},
+    writing_back::{WriteBackSettings, WritingBack},
 };
 
 /// Ranges of lost bytes that are named.
@@ -17,13 +17,13 @@ const GONE_MAX: usize = 16;
 
 /// The document.
 pub(crate) fn document<'a>(
-    store: &Store<Disk>,
+    store: &CacheStore<Disk>,
     devices: impl Iterator<Item = &'a CachedDevice<Disk, Disk>>,
     writing_back: &WritingBack,
 ) -> Value {
     let sets = store.sets();
     let gone = store.gone();
-    let Settings { percent, seconds, rate } = writing_back.settings();
+    let WriteBackSettings { percent, seconds, rate } = writing_back.settings();
     let (log_bytes, log_used) = store.log_fill();
     let devices = devices.map(|cached| {
         let counts = Count::ALL.map(|(count, name)| (name, cached.counts().get(count)));

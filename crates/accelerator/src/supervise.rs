@@ -42,14 +42,14 @@ use serde_json::{Value, json};
 use crate::{
     announced::Announced,
     child::{Passed, first_answer, pidfd_of},
-    control::{Ask, Attach, Set, question, reply},
+    control::{Attach, ControlRequest, Set, question, reply},
     dirty::refuse_elsewhere,
     disk::Disk,
-    folder::{Folder, serving, take_serving_name},
+    folder::{CacheFolder, serving, take_serving_name},
     harden::harden,
     serve::{NO_RESEND, Plan, PlanDevice, connect, named},
     shared::{SharedCells, memory},
-    writing_back::Settings,
+    writing_back::WriteBackSettings,
 };
 
 /// Limit for a server to begin: it reads the index of the cache.
@@ -84,12 +84,12 @@ struct Device {
 }
 
 struct Supervisor {
-    folder: Folder,
+    folder: CacheFolder,
     cache: Disk,
     control: UnixListener,
     serve: UnixListener,
     policy: String,
-    writing_back: Settings,
+    writing_back: WriteBackSettings,
     devices: Vec<Device>,
     server: Option<Child>,
     /// The server has begun once, so the content is this supervisor's.
@@ -105,7 +105,7 @@ pub fn supervise_process(folder: &Path) -> ExitCode {
     match Supervisor::begin(folder).and_then(Supervisor::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(cache = %Folder::at(folder).name(), %error, "the supervisor of the cache ends");
+            tracing::error!(cache = %CacheFolder::at(folder).name(), %error, "the supervisor of the cache ends");
             ExitCode::FAILURE
         }
     }
@@ -113,7 +113,7 @@ pub fn supervise_process(folder: &Path) -> ExitCode {
 
 impl Supervisor {
     fn begin(folder: &Path) -> Result<Self> {
-        let folder = Folder::at(folder);
+        let folder = CacheFolder::at(folder);
         let cache = Disk::open(&folder.cache()?)?;
         let listen = |path: PathBuf| {
             // The cache is claimed, so no other supervisor listens there.
@@ -132,7 +132,7 @@ impl Supervisor {
             control,
             serve,
             policy,
-            writing_back: Settings::default(),
+            writing_back: WriteBackSettings::default(),
             devices: Vec::new(),
             server: None,
             warm: false,
@@ -200,10 +200,12 @@ impl Supervisor {
         let _ = fs::remove_file(self.folder.supervise_socket());
     }
 
-    fn answer(&mut self, ask: Ask) -> Result<Value> {
+    fn answer(&mut self, ask: ControlRequest) -> Result<Value> {
         let (done, device, answer) = match ask {
-            Ask::Attach(attach) => ("attached", attach.name.clone(), self.attach(attach)?),
-            Ask::Detach { name, leave_dirty } => {
+            ControlRequest::Attach(attach) => {
+                ("attached", attach.name.clone(), self.attach(attach)?)
+            }
+            ControlRequest::Detach { name, leave_dirty } => {
                 let answer = self.detach(&name, leave_dirty)?;
                 // Else there are dirty blocks, and it is asked again.
                 if answer["is_detached"] != json!(true) {
@@ -211,7 +213,7 @@ impl Supervisor {
                 }
                 ("detached", name, answer)
             }
-            Ask::Set(set) => ("settings changed", set.name.clone(), self.remember(set)?),
+            ControlRequest::Set(set) => ("settings changed", set.name.clone(), self.remember(set)?),
             _ => return Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
         };
         let settings = self.devices.iter().find(|it| it.options.name == device);
@@ -387,7 +389,8 @@ impl Supervisor {
                 || Error::new(ErrorKind::Unavailable, "the server of the cache does not run");
             return if may_be_dirty { Err(what()) } else { Ok(0) };
         }
-        let question = Ask::WriteBack { name: name.to_owned(), before: None, ends: true };
+        let question =
+            ControlRequest::WriteBack { name: name.to_owned(), before: None, ends: true };
         let answer = self.folder.ask_server(&question)?;
         Ok(answer["dirty_bytes"].as_u64().unwrap_or(u64::MAX))
     }
@@ -409,8 +412,8 @@ impl Supervisor {
         set.mode.into_iter().for_each(|mode| options.mode = mode);
         set.cutoff.into_iter().for_each(|cutoff| options.cutoff = cutoff);
         set.policy.into_iter().for_each(|policy| self.policy = policy);
-        let Settings { percent, seconds, rate } = self.writing_back;
-        self.writing_back = Settings {
+        let WriteBackSettings { percent, seconds, rate } = self.writing_back;
+        self.writing_back = WriteBackSettings {
             percent: set.dirty_limit.unwrap_or(percent),
             seconds: set.dirty_age.unwrap_or(seconds),
             rate: set.writeback_rate.unwrap_or(rate),

@@ -11,7 +11,7 @@
 
 use std::time::Instant;
 
-use burgeon_accelerate::Tier;
+use burgeon_accelerate::HitTier;
 use burgeon_block::Histogram;
 
 /// The kinds, with their names in JSON.
@@ -50,11 +50,11 @@ impl Kind {
     pub(crate) const SIZES: [(Self, &str); 2] =
         [(Self::ReadSize, "read_bytes"), (Self::WriteSize, "write_bytes")];
 
-    pub(crate) fn of_read(tier: Tier) -> Self {
+    pub(crate) fn of_read(tier: HitTier) -> Self {
         match tier {
-            Tier::Memory => Self::ReadMemory,
-            Tier::Cache => Self::ReadCache,
-            Tier::Slow => Self::ReadSlow,
+            HitTier::Memory => Self::ReadMemory,
+            HitTier::Cache => Self::ReadCache,
+            HitTier::Slow => Self::ReadSlow,
         }
     }
 }

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Limits, Moment, Store, Throttle};
+use burgeon_accelerate::{CacheStore, DirtyLimits, Moment, Throttle};
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Settings of the writing back, of the whole cache.
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Settings {
+pub(crate) struct WriteBackSettings {
     /// Percentage of the log from which on it is written back.
     pub(crate) percent: u8,
     /// Age in seconds from which on it is.
@@ -46,9 +46,9 @@ pub(crate) struct Settings {
     pub(crate) rate: u64,
 }
 
-impl Default for Settings {
+impl Default for WriteBackSettings {
     fn default() -> Self {
-        let Limits { percent, seconds } = Limits::default();
+        let DirtyLimits { percent, seconds } = DirtyLimits::default();
         Self { percent, seconds, rate: 0 }
     }
 }
@@ -62,14 +62,14 @@ pub(crate) struct WritingBack {
 }
 
 struct State {
-    settings: Settings,
+    settings: WriteBackSettings,
     /// Everything is written back at once: nobody keeps the requests of a successor.
     is_all: bool,
     error: Option<String>,
 }
 
 impl WritingBack {
-    pub(crate) fn new(settings: Settings) -> Self {
+    pub(crate) fn new(settings: WriteBackSettings) -> Self {
         let state = State { settings, is_all: false, error: None };
         Self {
             begun: Instant::now(),
@@ -84,11 +84,11 @@ impl WritingBack {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn settings(&self) -> Settings {
+    pub(crate) fn settings(&self) -> WriteBackSettings {
         self.state().settings
     }
 
-    pub(crate) fn set(&self, settings: Settings) {
+    pub(crate) fn set(&self, settings: WriteBackSettings) {
         self.state().settings = settings;
     }
 
@@ -116,16 +116,16 @@ impl WritingBack {
     }
 
     /// Until [`Self::end`].
-    pub(crate) fn run(&self, store: &Store<Disk>) {
+    pub(crate) fn run(&self, store: &CacheStore<Disk>) {
         let mut wait = LOOK;
         while !self.is_ending.load(SeqCst) {
             let (limits, rate) = {
                 let State { settings, is_all, .. } = *self.state();
                 match is_all {
-                    true => (Limits { percent: 0, seconds: 0 }, u64::MAX),
+                    true => (DirtyLimits { percent: 0, seconds: 0 }, u64::MAX),
                     false => {
-                        let Settings { percent, seconds, rate } = settings;
-                        (Limits { percent, seconds }, rate)
+                        let WriteBackSettings { percent, seconds, rate } = settings;
+                        (DirtyLimits { percent, seconds }, rate)
                     }
                 }
             };

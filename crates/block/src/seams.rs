@@ -44,7 +44,7 @@ pub trait BlockSource: Send + Sync {
         object: &ObjectId,
         _range: ByteRange,
     ) -> impl Future<Output = Result<(FileIdentity, Bytes)>> + Send {
-        let error = Error::new(ErrorKind::Invalid, format!("{object} is no local file"));
+        let error = Error::new(ErrorKind::Invalid, format!("{object} is not a local file"));
         std::future::ready(Err(error))
     }
 

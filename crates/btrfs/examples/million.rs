@@ -14,8 +14,8 @@ use std::{
 
 use burgeon_block::{ByteRange, ChecksumKind, Digest, Error, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, Dirent, FileExtent, Identity, Inode, NodeSink, NodeSource, Patcher, SeedInfo,
-    SeedOptions, Tree, Uuids, check, write_seed,
+    DATA_START, Dirent, FileExtent, Identity, Inode, InodeBody, NodeSink, NodeSource, Patcher,
+    SeedInfo, SeedOptions, Tree, Uuids, check, write_seed,
 };
 
 const FILES_A_DIRECTORY: usize = 50;
@@ -128,7 +128,7 @@ fn tree(files: usize) -> Tree {
         let parent = (n / FILES_A_DIRECTORY) as u32 + 1;
         tree.dirents.push(Dirent { parent, inode: tree.inodes.len() as u32, name });
         if n % 3 == 0 {
-            let body = Body::Inline(content);
+            let body = InodeBody::Inline(content);
             tree.inodes.push(Inode { body, size: u64::from(content.len), ..file });
             continue;
         }
@@ -136,7 +136,7 @@ fn tree(files: usize) -> Tree {
         let first = tree.extents.len() as u32;
         tree.extents.push(FileExtent { file_offset: 0, address, len });
         address += len;
-        let body = Body::Extents { first, count: 1 };
+        let body = InodeBody::Extents { first, count: 1 };
         tree.inodes.push(Inode { body, size: len - 100, ..file });
     }
     tree

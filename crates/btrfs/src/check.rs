@@ -42,7 +42,7 @@ pub trait NodeSource: Sync {
 
 /// The contents of a valid seed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Report {
+pub struct CheckReport {
     /// Metadata nodes.
     pub nodes: u64,
     /// Inodes of the tree, its root included.
@@ -59,7 +59,11 @@ pub struct Report {
 /// ([`Identity::TEMPLATE`]).
 ///
 /// Errors: `Corrupt` with the first broken rule and its position; errors of `source`.
-pub fn check(info: &SeedInfo, identity: &Identity, source: &impl NodeSource) -> Result<Report> {
+pub fn check(
+    info: &SeedInfo,
+    identity: &Identity,
+    source: &impl NodeSource,
+) -> Result<CheckReport> {
     let reader = Reader::new(info, identity, source);
     let roots = roots::read(&reader)?;
     let chunks = chunks::read(&reader, roots.of(object::DEV_TREE)?)?;
@@ -75,7 +79,7 @@ pub fn check(info: &SeedInfo, identity: &Identity, source: &impl NodeSource) -> 
     let visited = reader.visited();
     space.check_nodes(&visited)?;
     roots.check_sizes(&visited)?;
-    Ok(Report {
+    Ok(CheckReport {
         nodes: (info.system_used + info.metadata_used) / crate::NODE_SIZE as u64,
         inodes: files.inodes,
         names: files.names,

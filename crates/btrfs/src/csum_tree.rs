@@ -30,7 +30,7 @@ impl<'a> CsumTree<'a> {
         // As the kernel's MAX_CSUM_ITEMS.
         let most = (LEAF_SPACE - 2 * ITEM_HEADER) as u64 / size - 1;
         let mut pieces = Vec::new();
-        for range in &extents.summed {
+        for range in &extents.with_checksums {
             let mut address = range.start;
             while address < range.end() {
                 let blocks = ((range.end() - address) / SECTOR).min(most);

@@ -18,7 +18,7 @@ use crate::{
     geometry::{DATA_START, DataLayout},
     invalid,
     model::Model,
-    tree::{Body, FileExtent},
+    tree::{FileExtent, InodeBody},
     {FIRST_INODE, SUBVOLUME},
 };
 
@@ -67,7 +67,7 @@ pub(crate) struct Extents {
     references: Vec<Reference>,
     reference_start: Vec<u32>,
     /// Ranges with checksums: ascending, not adjacent.
-    pub(crate) summed: Vec<Extent>,
+    pub(crate) with_checksums: Vec<Extent>,
 }
 
 /// Least metadata for an extent: its own item and one of a file.
@@ -82,11 +82,11 @@ impl Extents {
             run_start,
             references: Vec::new(),
             reference_start: Vec::new(),
-            summed: Vec::new(),
+            with_checksums: Vec::new(),
         };
         extents.cut(layout, bytes_max)?;
         extents.refer(bytes_max)?;
-        extents.find_summed(model)?;
+        extents.find_with_checksums(model)?;
         Ok(extents)
     }
 
@@ -178,8 +178,8 @@ impl Extents {
         Ok(())
     }
 
-    fn find_summed(&mut self, model: &Model) -> Result<()> {
-        let mut summed: Vec<Extent> = Vec::new();
+    fn find_with_checksums(&mut self, model: &Model) -> Result<()> {
+        let mut with_checksums: Vec<Extent> = Vec::new();
         for (index, extent) in self.all.iter().enumerate() {
             let nodatasum = |r: &Reference| model.inode(r.inode as usize).nodatasum;
             let references = self.references(index);
@@ -193,12 +193,12 @@ impl Extents {
                     extent.start
                 )));
             }
-            match summed.last_mut().filter(|last| last.end() == extent.start) {
+            match with_checksums.last_mut().filter(|last| last.end() == extent.start) {
                 Some(last) => last.len += extent.len,
-                None => summed.push(*extent),
+                None => with_checksums.push(*extent),
             }
         }
-        self.summed = summed;
+        self.with_checksums = with_checksums;
         Ok(())
     }
 }
@@ -226,7 +226,7 @@ fn joined_runs(model: &Model, layout: &DataLayout) -> Result<(Vec<Run>, Vec<u32>
     for i in 0..model.inodes() {
         let inode = model.inode(i);
         run_start.push(runs.len() as u32);
-        let Body::Extents { count, .. } = inode.body else { continue };
+        let InodeBody::Extents { count, .. } = inode.body else { continue };
         used += count as usize;
         if used > model.tree.extents.len() {
             return Err(invalid(format!("inode {i} has extents that belong to another")));

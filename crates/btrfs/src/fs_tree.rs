@@ -14,7 +14,7 @@ use crate::{
     },
     model::Model,
     nodes::{ItemOut, Items, SEGMENT_BYTES},
-    tree::Body,
+    tree::InodeBody,
 };
 
 const EXTENT_DATA_LEN: usize = 53;
@@ -106,7 +106,7 @@ impl<'a> FsTree<'a> {
         let head = ITEM + INODE_ITEM_LEN as u64 + names + xattrs.sum::<u64>();
         let rest = if self.model.is_dir(i) {
             2 * 55 * self.model.children(i).len() as u64 + self.model.dir_size(i)
-        } else if let Body::Inline(span) = inode.body {
+        } else if let InodeBody::Inline(span) = inode.body {
             ITEM + (INLINE_HEAD as u64) + u64::from(span.len)
         } else {
             self.extents.count(i) * (ITEM + EXTENT_DATA_LEN as u64)
@@ -152,7 +152,7 @@ impl<'a> FsTree<'a> {
             return;
         }
         match self.model.inode(inode).body {
-            Body::Inline(span) if span.len > 0 => {
+            InodeBody::Inline(span) if span.len > 0 => {
                 let content = self.model.span(span);
                 let key = Key::new(objectid(inode), kind::EXTENT_DATA, 0);
                 out.item(key, INLINE_HEAD + content.len(), |to| {
@@ -194,7 +194,7 @@ impl<'a> FsTree<'a> {
         let inode = self.model.inode(i);
         let (size, bytes) = match inode.body {
             _ if self.model.is_dir(i) => (self.model.dir_size(i), 0),
-            Body::Inline(_) => (inode.size, inode.size),
+            InodeBody::Inline(_) => (inode.size, inode.size),
             _ => (inode.size, self.extents.bytes(i)),
         };
         InodeFields {

@@ -39,13 +39,13 @@ mod tree;
 mod virtual_area;
 mod write;
 
-pub use check::{NodeSource, Report, check, for_each_item};
+pub use check::{CheckReport, NodeSource, check, for_each_item};
 pub use geometry::{DATA_START, SeedOptions, Uuids};
 pub use info::{SeedInfo, TreeRoot};
 pub use nodes::NodeSink;
 pub use patch::{Identity, Patcher, patch_nodes};
 pub use superblock::{DeviceNo, SUPERBLOCK_SIZE, superblock, superblock_offsets};
-pub use tree::{Body, Dirent, FileExtent, Inode, Span, Tree, Xattr};
+pub use tree::{BlobRange, Dirent, FileExtent, Inode, InodeBody, Tree, Xattr};
 pub use write::{check_tree, write_seed};
 
 /// Bytes of a metadata node.

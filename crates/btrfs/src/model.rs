@@ -6,7 +6,7 @@ mod validate;
 
 use crate::{
     format::{FILE_TYPE_DIRECTORY, file_type},
-    tree::{Inode, Span, Tree},
+    tree::{BlobRange, Inode, Tree},
 };
 
 /// A tree that satisfies every rule stated in `tree.rs`, indexed.
@@ -75,7 +75,7 @@ impl Model<'_> {
         &self.links[self.link_start[inode] as usize..self.link_start[inode + 1] as usize]
     }
 
-    pub(crate) fn span(&self, span: Span) -> &[u8] {
+    pub(crate) fn span(&self, span: BlobRange) -> &[u8] {
         self.tree.bytes(span)
     }
 

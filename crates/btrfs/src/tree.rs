@@ -15,7 +15,7 @@
 
 /// Bytes `start .. start + len` of [`Tree::blob`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
-pub struct Span {
+pub struct BlobRange {
     /// First byte.
     pub start: u64,
     /// Length in bytes.
@@ -24,13 +24,13 @@ pub struct Span {
 
 /// The content of an inode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
-pub enum Body {
+pub enum InodeBody {
     /// Nothing: a directory, a device, a fifo, a socket, or a file that is one hole.
     #[default]
     None,
     /// A small file's bytes (at most 4,095, exactly the file's size) or a symlink's target (1 to
     /// 4,095 bytes without NUL), kept in the metadata.
-    Inline(Span),
+    Inline(BlobRange),
     /// Entries `first .. first + count` of [`Tree::extents`], ascending by file offset, not
     /// overlapping; gaps are holes.
     Extents {
@@ -60,7 +60,7 @@ pub struct Inode {
     /// Modification time: nanoseconds after `mtime_s`, below 10⁹.
     pub mtime_ns: u32,
     /// The content.
-    pub body: Body,
+    pub body: InodeBody,
     /// First of its entries in [`Tree::xattrs`].
     pub xattr_first: u32,
     /// Number of entries. Several inodes may share theirs.
@@ -78,7 +78,7 @@ pub struct Dirent {
     /// Index of the inode named. A directory has one name; another file up to 65,535.
     pub inode: u32,
     /// 1 to 255 bytes without `/` and NUL; not `.` or `..`.
-    pub name: Span,
+    pub name: BlobRange,
 }
 
 /// A contiguous range of a file that is contiguous in the lazy address space. All fields are in
@@ -99,9 +99,9 @@ pub struct FileExtent {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Xattr {
     /// Full name, 1 to 255 bytes without NUL.
-    pub name: Span,
+    pub name: BlobRange,
     /// Value; name and value together at most 16,228 bytes.
-    pub value: Span,
+    pub value: BlobRange,
 }
 
 /// A file tree. Inode 0 is the root directory; every other inode has at least one name, and
@@ -122,7 +122,7 @@ pub struct Tree {
 
 impl Tree {
     /// The bytes of `span`; empty if it lies outside the blob.
-    pub fn bytes(&self, span: Span) -> &[u8] {
+    pub fn bytes(&self, span: BlobRange) -> &[u8] {
         let start = usize::try_from(span.start).unwrap_or(usize::MAX);
         let end = start.saturating_add(span.len as usize);
         self.blob.get(start..end).unwrap_or_default()
@@ -131,8 +131,8 @@ impl Tree {
     /// The extents of `inode`; none if it has another body.
     pub fn extents_of(&self, inode: &Inode) -> &[FileExtent] {
         match inode.body {
-            Body::Extents { first, count } => slice(&self.extents, first, count),
-            Body::None | Body::Inline(_) => &[],
+            InodeBody::Extents { first, count } => slice(&self.extents, first, count),
+            InodeBody::None | InodeBody::Inline(_) => &[],
         }
     }
 
@@ -142,8 +142,9 @@ impl Tree {
     }
 
     /// Appends `bytes` to the blob. `None` if they exceed the range of a span.
-    pub fn push_bytes(&mut self, bytes: &[u8]) -> Option<Span> {
-        let span = Span { start: self.blob.len() as u64, len: u32::try_from(bytes.len()).ok()? };
+    pub fn push_bytes(&mut self, bytes: &[u8]) -> Option<BlobRange> {
+        let span =
+            BlobRange { start: self.blob.len() as u64, len: u32::try_from(bytes.len()).ok()? };
         self.blob.extend_from_slice(bytes);
         Some(span)
     }

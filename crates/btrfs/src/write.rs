@@ -57,7 +57,7 @@ pub fn write_seed(
     let model = Model::new(tree, options.metadata_bytes_max)?;
     let extents = Extents::new(&model, &layout, options.metadata_bytes_max)?;
     let size = options.checksum.size();
-    let blocks = extents.summed.last().map_or(0, |last| (last.end() - DATA_START) / SECTOR);
+    let blocks = extents.with_checksums.last().map_or(0, |last| (last.end() - DATA_START) / SECTOR);
     if ((checksums.len() / size) as u64) < blocks {
         return Err(invalid(format!(
             "{blocks} block checksums are needed, {} are there",

@@ -6,7 +6,8 @@ mod common;
 
 use burgeon_block::ErrorKind;
 use burgeon_btrfs::{
-    Body, DATA_START, Dirent, FileExtent, Inode, SeedOptions, Span, Tree, Xattr, write_seed,
+    BlobRange, DATA_START, Dirent, FileExtent, Inode, InodeBody, SeedOptions, Tree, Xattr,
+    write_seed,
 };
 use common::{Builder, DIR, FILE, LINK, Template, colliding, options};
 use proptest::prelude::*;
@@ -48,7 +49,7 @@ fn good() -> Tree {
     b.finish().clone()
 }
 
-fn with_bytes(tree: &mut Tree, bytes: &[u8]) -> Span {
+fn with_bytes(tree: &mut Tree, bytes: &[u8]) -> BlobRange {
     tree.push_bytes(bytes).unwrap()
 }
 
@@ -67,28 +68,28 @@ fn invalid_inodes_are_refused() {
     refused("bytes long", |t| t.inodes[DATA].size = 1 << 63);
     refused("bytes long", |t| t.inodes[FIFO].size = 1);
     refused("bytes long", |t| t.inodes[DIRECTORY].size = 1);
-    refused("needs a target", |t| t.inodes[SYMLINK].body = Body::None);
+    refused("needs a target", |t| t.inodes[SYMLINK].body = InodeBody::None);
     refused("beyond the end of the blob", |t| {
-        t.inodes[INLINE].body = Body::Inline(Span { start: u64::MAX, len: 4 });
+        t.inodes[INLINE].body = InodeBody::Inline(BlobRange { start: u64::MAX, len: 4 });
     });
     refused("do not fit", |t| t.inodes[INLINE].size = 3);
     refused("do not fit", |t| {
         let span = with_bytes(t, &[1; 4096]);
-        (t.inodes[INLINE].body, t.inodes[INLINE].size) = (Body::Inline(span), 4096);
+        (t.inodes[INLINE].body, t.inodes[INLINE].size) = (InodeBody::Inline(span), 4096);
     });
     refused("empty or contains", |t| {
-        t.inodes[SYMLINK].body = Body::Inline(Span { start: 0, len: 0 });
+        t.inodes[SYMLINK].body = InodeBody::Inline(BlobRange { start: 0, len: 0 });
         t.inodes[SYMLINK].size = 0;
     });
     refused("empty or contains", |t| {
         let span = with_bytes(t, b"a\0b");
-        (t.inodes[SYMLINK].body, t.inodes[SYMLINK].size) = (Body::Inline(span), 3);
+        (t.inodes[SYMLINK].body, t.inodes[SYMLINK].size) = (InodeBody::Inline(span), 3);
     });
     refused("only a file can have extents", |t| {
-        t.inodes[FIFO].body = Body::Extents { first: 0, count: 1 };
+        t.inodes[FIFO].body = InodeBody::Extents { first: 0, count: 1 };
     });
     refused("extents are beyond", |t| {
-        t.inodes[DATA].body = Body::Extents { first: u32::MAX, count: u32::MAX };
+        t.inodes[DATA].body = InodeBody::Extents { first: u32::MAX, count: u32::MAX };
     });
     refused("without checksums", |t| t.inodes[DIRECTORY].nodatasum = true);
 }
@@ -164,7 +165,7 @@ fn invalid_xattrs_are_refused() {
         let first = t.xattrs.len() as u32;
         for name in colliding(!1, "user.", 600) {
             let name = with_bytes(t, &name);
-            t.xattrs.push(Xattr { name, value: Span::default() });
+            t.xattrs.push(Xattr { name, value: BlobRange::default() });
         }
         (t.inodes[SECOND].xattr_first, t.inodes[SECOND].xattr_count) = (first, 600);
     });
@@ -187,7 +188,7 @@ fn invalid_extents_are_refused() {
     extent(|e| e.address = u64::MAX - 4095);
     extent(|e| e.len = u64::MAX - 4095);
     refused("belong to another", |t| {
-        t.inodes[SECOND].body = Body::Extents { first: 0, count: 3 };
+        t.inodes[SECOND].body = InodeBody::Extents { first: 0, count: 3 };
         t.inodes[SECOND].size = 20_000;
     });
     refused("with checksums and to one without", |t| {
@@ -248,24 +249,26 @@ fn number(most: u64) -> impl Strategy<Value = u64> {
     prop_oneof![6 => 0..=most, 1 => any::<u64>(), 1 => (0..4u64).prop_map(|n| u64::MAX - n)]
 }
 
-fn span() -> impl Strategy<Value = Span> {
-    (number(40), number(20)).prop_map(|(start, len)| Span { start, len: len as u32 })
+fn span() -> impl Strategy<Value = BlobRange> {
+    (number(40), number(20)).prop_map(|(start, len)| BlobRange { start, len: len as u32 })
 }
 
 fn inode() -> impl Strategy<Value = Inode> {
     let mode = prop_oneof![Just(DIR), Just(FILE), Just(LINK), Just(0o020644), any::<u32>()];
     let body = prop_oneof![
-        Just(Body::None),
-        span().prop_map(Body::Inline),
-        (number(6), number(4))
-            .prop_map(|(first, count)| Body::Extents { first: first as u32, count: count as u32 }),
+        Just(InodeBody::None),
+        span().prop_map(InodeBody::Inline),
+        (number(6), number(4)).prop_map(|(first, count)| InodeBody::Extents {
+            first: first as u32,
+            count: count as u32
+        }),
     ];
     let attributes = (number(100_000), number(5), any::<i64>(), any::<u32>(), any::<bool>());
     (mode, body, attributes, (number(3), number(3))).prop_map(
         |(mode, body, (size, rdev, mtime_s, mtime_ns, nodatasum), (first, count))| Inode {
             mode,
             size: match body {
-                Body::Inline(span) if size % 2 == 0 => u64::from(span.len),
+                InodeBody::Inline(span) if size % 2 == 0 => u64::from(span.len),
                 _ if mode == DIR => size % 2,
                 _ => size,
             },
@@ -353,9 +356,9 @@ fn change(tree: &mut Tree, which: usize, index: usize, to: u64) {
         3 => inode.size = to,
         4 => inode.mtime_s = to as i64,
         5 => inode.mtime_ns = to as u32,
-        6 => inode.body = Body::None,
-        7 => inode.body = Body::Inline(Span { start: to, len: index as u32 }),
-        8 => inode.body = Body::Extents { first: to as u32, count: index as u32 },
+        6 => inode.body = InodeBody::None,
+        7 => inode.body = InodeBody::Inline(BlobRange { start: to, len: index as u32 }),
+        8 => inode.body = InodeBody::Extents { first: to as u32, count: index as u32 },
         9 => inode.xattr_first = to as u32,
         10 => inode.xattr_count = to as u32,
         11 => inode.nodatasum = !inode.nodatasum,

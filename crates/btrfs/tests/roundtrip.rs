@@ -5,7 +5,7 @@
 mod common;
 
 use burgeon_block::ChecksumKind;
-use burgeon_btrfs::{Body, DATA_START, SeedInfo, SeedOptions, write_seed};
+use burgeon_btrfs::{DATA_START, InodeBody, SeedInfo, SeedOptions, write_seed};
 use common::{
     Builder, Seed, Template, colliding,
     grow::{grow, step},
@@ -190,6 +190,6 @@ fn an_empty_inline_file_is_an_empty_file() {
     builder.inline(0, "empty", b"");
     let options = builder.options();
     let seed = verify(&mut builder, &options);
-    assert!(matches!(builder.tree.inodes[1].body, Body::Inline(_)));
+    assert!(matches!(builder.tree.inodes[1].body, InodeBody::Inline(_)));
     assert!(!seed.keys(256).contains(&(257, 108, 0)));
 }

@@ -21,7 +21,7 @@ use std::{
 
 use burgeon_cache::{
     Why,
-    policy::{Clock, Forecast, Lirs, Policy, Pressure, Random, TinyLfu},
+    policy::{ChunkPolicy, Clock, Forecast, Lirs, Pressure, Random, TinyLfu},
 };
 
 const CHUNK: u32 = 256 << 10;
@@ -41,7 +41,7 @@ trait Store {
 
 /// A store that asks a policy of the crate, as the cache does.
 struct Ours {
-    policy: Box<dyn Policy>,
+    policy: Box<dyn ChunkPolicy>,
     slots: HashMap<u64, u32>,
     keys: Vec<u64>,
     room: usize,

@@ -12,7 +12,7 @@ use std::{
 };
 
 use burgeon_cache::{
-    Amount, Cache, ChunkKey, ChunkStore as _, Domain, KeyKind, Settings, checkpoint,
+    Amount, Cache, CacheSettings, ChunkKey, ChunkStore as _, Domain, KeyKind, checkpoint,
     journal::{Event, Record},
     policy::Clock,
 };
@@ -80,10 +80,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn measure(folder: &Path, chunks: u32) -> Result<(), Box<dyn Error>> {
     build(folder, chunks)?;
     println!("before: {}", resident()?);
-    let settings = Settings {
+    let settings = CacheSettings {
         limit: Some(Amount::Bytes(2 << 40)),
         keep_free: Amount::Bytes(0),
-        ..Settings::default()
+        ..CacheSettings::default()
     };
     let begin = Instant::now();
     let cache = Cache::open(folder, settings, Box::<Clock>::default())?;

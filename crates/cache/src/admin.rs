@@ -1,5 +1,5 @@
-//! What the store knows under its one lock: the policy, the space in use, the next place, and what
-//! is still to be punched and recorded. Nobody does I/O under this lock, and no hit takes it.
+//! The state of the store under its one lock: the policy, the space in use, the next place, and the
+//! chunks still to be punched and recorded. Nobody does I/O under this lock, and no hit takes it.
 
 use std::{collections::HashMap, sync::atomic::Ordering::Relaxed};
 
@@ -11,7 +11,7 @@ use crate::{
     index::KeyIndex,
     journal::{Event, Record},
     owners::{Number, Owners},
-    policy::Policy,
+    policy::ChunkPolicy,
     reuse::Reuse,
     slots::{Chunk, Location, SLOTS_MAX, Slots},
 };
@@ -35,8 +35,8 @@ pub(crate) struct Current {
     pub(crate) end: u32,
 }
 
-/// Room for chunks in an arena.
-pub(crate) enum Room {
+/// Space for chunks in an arena.
+pub(crate) enum Reservation {
     At(Location),
     /// The current arena is full: the caller makes the next one.
     MakeArena,
@@ -45,7 +45,7 @@ pub(crate) enum Room {
 }
 
 pub(crate) struct Admin {
-    pub(crate) policy: Box<dyn Policy>,
+    pub(crate) policy: Box<dyn ChunkPolicy>,
     pub(crate) reuse: Reuse,
     /// Bytes of living chunks, of those being written, and of those not punched yet.
     pub(crate) used: u64,
@@ -68,7 +68,7 @@ pub(crate) struct Admin {
 }
 
 impl Admin {
-    pub(crate) fn new(policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(policy: Box<dyn ChunkPolicy>) -> Self {
         Self {
             policy,
             reuse: Reuse::default(),
@@ -91,15 +91,15 @@ impl Admin {
     }
 
     /// The next place for `blocks`, which counts as used and in flight from now on.
-    pub(crate) fn reserve(&mut self, blocks: u32, arenas: &Arenas) -> Room {
+    pub(crate) fn reserve(&mut self, blocks: u32, arenas: &Arenas) -> Reservation {
         let fitting = self.current.as_mut().filter(|current| current.end - current.next >= blocks);
         let Some(current) = fitting else {
             if self.making {
-                return Room::Wait;
+                return Reservation::Wait;
             }
             self.current = None;
             self.making = true;
-            return Room::MakeArena;
+            return Reservation::MakeArena;
         };
         let location = Location { arena: current.arena, block: current.next };
         current.next += blocks;
@@ -110,7 +110,7 @@ impl Admin {
         }
         self.used += bytes;
         self.started += bytes;
-        Room::At(location)
+        Reservation::At(location)
     }
 
     pub(crate) fn record(&mut self, event: Event, chunk: &Chunk, arenas: &Arenas) {

@@ -26,9 +26,9 @@ use std::{
 use burgeon_block::{Error, Result};
 
 use crate::{
-    Amount, ChunkKey, Report, Settings,
-    disk::{CacheDisk, Folder},
-    policy::Policy,
+    Amount, CacheReport, CacheSettings, ChunkKey,
+    disk::{CacheDisk, DiskFolder},
+    policy::ChunkPolicy,
     scrub,
     shared::{Shared, lock},
     upkeep::{self, Upkeep},
@@ -45,8 +45,12 @@ pub struct Cache {
 impl Cache {
     /// Opens the cache in the folder `path`, and makes it if it is not there. While another server
     /// has the folder, this one keeps nothing, and tries again.
-    pub fn open(path: &Path, settings: Settings, policy: Box<dyn Policy>) -> Result<Self> {
-        let mut cache = Self::over(Arc::new(Folder::new(path)?), settings, policy);
+    pub fn open(
+        path: &Path,
+        settings: CacheSettings,
+        policy: Box<dyn ChunkPolicy>,
+    ) -> Result<Self> {
+        let mut cache = Self::over(Arc::new(DiskFolder::new(path)?), settings, policy);
         let (shared, upkeep) = (cache.shared.clone(), cache.upkeep.clone());
         let thread = std::thread::Builder::new().name("cache".to_owned());
         let thread = thread.spawn(move || upkeep::run(&upkeep, &shared));
@@ -56,7 +60,11 @@ impl Cache {
     }
 
     /// The cache on `disk`, without a thread of its own: the caller calls [`Self::upkeep`].
-    pub fn over(disk: Arc<dyn CacheDisk>, settings: Settings, policy: Box<dyn Policy>) -> Self {
+    pub fn over(
+        disk: Arc<dyn CacheDisk>,
+        settings: CacheSettings,
+        policy: Box<dyn ChunkPolicy>,
+    ) -> Self {
         let shared = Arc::new(Shared::new(disk, settings, policy));
         let cache = Self { shared, upkeep: Arc::default(), thread: None };
         cache.upkeep();
@@ -128,7 +136,7 @@ impl Cache {
     }
 
     /// The figures of now.
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> CacheReport {
         self.shared.report()
     }
 }

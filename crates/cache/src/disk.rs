@@ -24,7 +24,7 @@ pub struct Space {
     pub free: u64,
 }
 
-/// How a file is read and written.
+/// The mode in which a file is read and written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum IoMode {
     /// In whole blocks, past the page cache where the file system allows it.
@@ -77,7 +77,7 @@ pub trait DiskFile: Send + Sync {
 }
 
 /// The folder of a real cache.
-pub struct Folder {
+pub struct DiskFolder {
     path: PathBuf,
     /// The lock file, open as long as the folder is taken.
     lock: Mutex<Option<File>>,
@@ -90,7 +90,7 @@ const BTRFS: u64 = 0x9123_683e;
 /// File systems in memory, tmpfs and ramfs: they may take `O_DIRECT`, and wait for no disk.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
-impl Folder {
+impl DiskFolder {
     /// The folder `path`, made with its parents if it is not there.
     pub fn new(path: &Path) -> Result<Self> {
         make(path)?;
@@ -146,7 +146,7 @@ fn failed(doing: &str, path: &Path, error: io::Error) -> Error {
     Error::io(format!("cannot {doing} {} of the cache", path.display()), error)
 }
 
-impl CacheDisk for Folder {
+impl CacheDisk for DiskFolder {
     fn take(&self) -> Result<bool> {
         // The lock belongs to the open file: a second one would wait for the first.
         let is_held = self.lock.lock().unwrap_or_else(PoisonError::into_inner).is_some();

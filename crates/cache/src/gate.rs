@@ -68,8 +68,9 @@ impl Gate {
         let mut closed = self.guard();
         let pause = match closed.as_ref() {
             None => {
-                tracing::warn!(%error, "the cache keeps nothing for a while");
-                self.pause_min
+                let pause = self.pause_min;
+                tracing::warn!(%error, ?pause, "caching is paused");
+                pause
             }
             Some(closed) if now < closed.until => return,
             Some(closed) => (closed.pause * 2).min(self.pause_max),

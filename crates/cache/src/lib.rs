@@ -46,9 +46,9 @@ mod upkeep;
 
 pub use cache::Cache;
 pub use key::{ChunkKey, Domain, KeyKind};
-pub use owners::{OwnedBytes, Owner, Scope};
+pub use owners::{ChunkOwner, OwnedBytes, Scope};
 pub use persist::is_own_name;
-pub use report::Report;
+pub use report::CacheReport;
 pub use reuse::HitPermille;
-pub use settings::{Amount, Settings};
+pub use settings::{Amount, CacheSettings};
 pub use store::{CHUNK_LEN_MAX, CacheState, ChunkStore, Here, Hold, Place, Why};

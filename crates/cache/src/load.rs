@@ -70,18 +70,19 @@ pub(crate) fn run(
     let is_long = len > lock(&shared.settings).journal_len;
     persist.wants_checkpoint = is_long || persist.loaded.len() > JOURNALS;
     // A file that stays is tried again by the next server; loading twice would be worse.
-    let stays = |error| tracing::warn!(%error, "an old file of the cache stays");
+    let stays = |file: &str, error| tracing::warn!(file, %error, "an old file of the cache stays");
     for name in names.iter().filter(|name| *name == UNFINISHED || name.starts_with("spare-")) {
-        shared.disk.remove(name).unwrap_or_else(stays);
+        shared.disk.remove(name).unwrap_or_else(|error| stays(name, error));
     }
-    remove_older(shared, newest.unwrap_or(0)).unwrap_or_else(stays);
+    let older = remove_older(shared, newest.unwrap_or(0));
+    older.unwrap_or_else(|error| stays("an older journal or checkpoint", error));
     Ok(())
 }
 
 /// Counts the chunks' space in each arena, and what the arena takes beyond it.
 fn count(shared: &Shared, gaps: &mut Vec<(u32, u64)>) {
     let mut admin = lock(&shared.admin);
-    // What replays freed may be in use again: the gaps are what counts.
+    // Space that replays freed may be in use again: the gaps count.
     admin.freed.clear();
     admin.records.clear();
     let mut used = 0;
@@ -117,12 +118,12 @@ fn open_arenas(shared: &Shared, names: &[String]) -> Result<Known> {
             Ok(file) if known.len() < ARENAS_MAX - 1 => file,
             Ok(_) => {
                 if let Err(error) = shared.disk.remove(name) {
-                    tracing::warn!(%error, "an arena of the cache that is too much stays");
+                    tracing::warn!(file = name, %error, "a surplus arena of the cache stays");
                 }
                 continue;
             }
             Err(error) => {
-                tracing::warn!(%error, "an arena of the cache is left out");
+                tracing::warn!(file = name, %error, "cannot open an arena of the cache: it is left out");
                 continue;
             }
         };

@@ -24,7 +24,7 @@ use crate::{
 
 /// The owner of chunks.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct Owner {
+pub struct ChunkOwner {
     /// The image.
     pub image: String,
     /// The store that it is read from.
@@ -41,7 +41,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    pub(crate) fn has(&self, owner: &Owner) -> bool {
+    pub(crate) fn has(&self, owner: &ChunkOwner) -> bool {
         match self {
             Self::Image(image) => *image == owner.image,
             Self::Store(store) => *store == owner.store,
@@ -53,7 +53,7 @@ impl Scope {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OwnedBytes {
     /// Of each owner that has chunks, or for which somebody admits some.
-    pub owners: Vec<(Owner, u64)>,
+    pub owners: Vec<(ChunkOwner, u64)>,
     /// Of chunks that nobody has claimed since this process was started.
     pub unclaimed: u64,
 }
@@ -70,7 +70,7 @@ const LOOKS: usize = 1024;
 #[derive(Default)]
 struct Owned {
     /// `None` for nobody, and for a number that is free.
-    owner: Option<Owner>,
+    owner: Option<ChunkOwner>,
     bytes: u64,
     /// Those that admit chunks for it.
     users: usize,
@@ -105,7 +105,7 @@ fn current(place: Place, slots: &Slots) -> Option<u32> {
 }
 
 pub(crate) struct Owners {
-    numbers: HashMap<Owner, Number>,
+    numbers: HashMap<ChunkOwner, Number>,
     /// By number.
     owned: Vec<Owned>,
     /// Numbers that no owner has any more.
@@ -130,7 +130,7 @@ impl Default for Owners {
 impl Owners {
     /// The number of `owner`, until [`Self::leave`]. [`NOBODY`] if there are as many owners as
     /// there may be.
-    pub(crate) fn join(&mut self, owner: &Owner) -> Number {
+    pub(crate) fn join(&mut self, owner: &ChunkOwner) -> Number {
         let number = match (self.numbers.get(owner), self.free.pop()) {
             (Some(number), free) => {
                 self.free.extend(free);
@@ -173,7 +173,7 @@ impl Owners {
         }
     }
 
-    fn limits_of(&self, owner: &Owner) -> Vec<usize> {
+    fn limits_of(&self, owner: &ChunkOwner) -> Vec<usize> {
         let limits = self.limits.iter().enumerate();
         limits.filter(|(_, limit)| limit.scope.has(owner)).map(|(index, _)| index).collect()
     }

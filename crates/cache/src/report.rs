@@ -4,7 +4,7 @@ use crate::HitPermille;
 
 /// The figures of a cache. Counts are of this process; bytes are of whole blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Report {
+pub struct CacheReport {
     /// Bytes that the cache takes now, with those in flight and those not yet freed.
     pub used: u64,
     /// Most that it may take now.

@@ -1,4 +1,4 @@
-//! How much would be hit at other sizes: the reuse distances of a sample of the chunks.
+//! Estimated hits at other sizes: the reuse distances of a sample of the chunks.
 //!
 //! ```text
 //!   newest  ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■  oldest        one entry a sampled chunk, and its length

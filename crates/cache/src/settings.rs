@@ -21,7 +21,7 @@ impl Amount {
 
 /// The bounds of a cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Settings {
+pub struct CacheSettings {
     /// Most that the cache takes; `None` for all that is free above the floor.
     pub limit: Option<Amount>,
     /// The floor: space of the file system that the cache leaves free.
@@ -40,7 +40,7 @@ pub struct Settings {
     pub pause_max: Duration,
 }
 
-impl Default for Settings {
+impl Default for CacheSettings {
     fn default() -> Self {
         Self {
             limit: None,

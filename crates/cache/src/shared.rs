@@ -1,5 +1,5 @@
-//! What readers, admissions and the upkeep share: slots and index, arenas, the state under the
-//! store's lock, and space for chunks.
+//! State that readers, admissions and the upkeep share: slots and index, arenas, the state under
+//! the store's lock, and space for chunks.
 //!
 //! ```text
 //!   reserve ─► the next place of the current arena ─► write ─► (found) … forget ─► punched later
@@ -20,14 +20,14 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
 use crate::{
-    CHUNK_LEN_MAX, ChunkKey, Place, Report, Settings,
-    admin::{Admin, Current, Freed, Room},
+    CHUNK_LEN_MAX, CacheReport, CacheSettings, ChunkKey, Place,
+    admin::{Admin, Current, Freed, Reservation},
     arena::{self, Arena, Arenas, spare},
     disk::{CacheDisk, IoMode, Space},
     gate::Gate,
     index::KeyIndex,
     memory_fifo::MemoryFifo,
-    policy::Policy,
+    policy::ChunkPolicy,
     report::Tally,
     settings::Bounds,
     slots::{ARENA_BLOCKS_MAX, Location, Slots},
@@ -40,7 +40,7 @@ const TICK: Duration = Duration::from_millis(200);
 
 pub(crate) struct Shared {
     pub(crate) disk: Arc<dyn CacheDisk>,
-    pub(crate) settings: Mutex<Settings>,
+    pub(crate) settings: Mutex<CacheSettings>,
     pub(crate) slots: Slots,
     pub(crate) index: KeyIndex,
     pub(crate) arenas: Arenas,
@@ -69,8 +69,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Shared {
     pub(crate) fn new(
         disk: Arc<dyn CacheDisk>,
-        settings: Settings,
-        policy: Box<dyn Policy>,
+        settings: CacheSettings,
+        policy: Box<dyn ChunkPolicy>,
     ) -> Self {
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0);
         Self {
@@ -151,13 +151,13 @@ impl Shared {
                 admin.reserve(blocks, &self.arenas)
             };
             match room {
-                Room::At(location) => return Ok(Some(location)),
-                Room::Wait => {
+                Reservation::At(location) => return Ok(Some(location)),
+                Reservation::Wait => {
                     let admin = lock(&self.admin);
                     let waited = self.made.wait_timeout_while(admin, MAKING_MAX, |it| it.making);
                     drop(waited.unwrap_or_else(PoisonError::into_inner));
                 }
-                Room::MakeArena => self.make_arena(bounds)?,
+                Reservation::MakeArena => self.make_arena(bounds)?,
             }
         }
         Ok(None)
@@ -247,14 +247,14 @@ impl Shared {
     }
 
     /// The figures of now.
-    pub(crate) fn report(&self) -> Report {
+    pub(crate) fn report(&self) -> CacheReport {
         let space = self.disk.space().unwrap_or(Space { size: 0, free: 0 });
         let (used, chunks, held, hit_permille) = {
             let admin = lock(&self.admin);
             (admin.used, admin.chunks, admin.held_bytes, admin.reuse.hit_permille())
         };
         let (bounds, tally) = (self.bounds(space, used, 0), &self.tally);
-        Report {
+        CacheReport {
             used,
             limit: bounds.limit,
             floor: bounds.floor,

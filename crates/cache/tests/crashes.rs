@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_cache::{
-    Amount, Cache, ChunkStore, Settings, Why, policy::Clock, testing::CrashingDisk,
+    Amount, Cache, CacheSettings, ChunkStore, Why, policy::Clock, testing::CrashingDisk,
 };
 use common::{
     chunk, is_here, key,
@@ -56,7 +56,7 @@ fn no_moment_of_a_checkpoint_loses_what_was_synced() {
 }
 
 #[test]
-fn what_a_killed_server_has_left_counts() {
+fn remains_of_a_killed_server_count() {
     (0..20).for_each(left_over);
 }
 
@@ -78,7 +78,7 @@ fn limit_and_floor_hold_while_many_admit() {
     for (limit, keep_free) in [(LIMIT, 0), (LIMIT * 8, LIMIT * 3)] {
         let disk = CrashingDisk::new(LIMIT * 4, 1);
         disk.slow_down(50);
-        let bounds = Settings {
+        let bounds = CacheSettings {
             limit: Some(Amount::Bytes(limit)),
             keep_free: Amount::Bytes(keep_free),
             ..settings(limit)

@@ -13,16 +13,16 @@ use std::{
 
 use burgeon_block::ErrorKind;
 use burgeon_cache::{
-    Amount, Cache, CacheState, ChunkStore, Settings, Why,
-    disk::{CacheDisk, Folder},
+    Amount, Cache, CacheSettings, CacheState, ChunkStore, Why,
+    disk::{CacheDisk, DiskFolder},
     policy::Clock,
 };
 use common::{chunk, is_here, key, settings};
 
 const MIB: u64 = 1 << 20;
 
-fn open(path: &Path, settings: Settings) -> Cache {
-    Cache::over(Arc::new(Folder::new(path).unwrap()), settings, Box::<Clock>::default())
+fn open(path: &Path, settings: CacheSettings) -> Cache {
+    Cache::over(Arc::new(DiskFolder::new(path).unwrap()), settings, Box::<Clock>::default())
 }
 
 fn fill(cache: &Cache, chunks: std::ops::Range<u64>) {
@@ -65,7 +65,7 @@ fn admitted_chunks_are_found_again_after_a_restart() {
 }
 
 #[test]
-fn what_was_not_recorded_is_freed_by_the_next_start() {
+fn unrecorded_chunks_are_freed_by_the_next_start() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), settings(64 * MIB));
     fill(&cache, 0..100);
@@ -215,7 +215,7 @@ fn spoilt_arenas_cost_misses_and_no_more() {
 #[test]
 fn a_second_server_waits_for_the_folder() {
     let dir = tempfile::tempdir().unwrap();
-    let settings = Settings { memory: MIB, ..settings(64 * MIB) };
+    let settings = CacheSettings { memory: MIB, ..settings(64 * MIB) };
     let first = open(dir.path(), settings);
     first.admit(key(1), &chunk(1), Why::Read).unwrap();
     first.sync().unwrap();
@@ -250,7 +250,7 @@ fn a_removed_folder_costs_misses_and_no_error() {
 #[test]
 fn a_server_takes_its_own_folder_again_and_no_other_ones() {
     let dir = tempfile::tempdir().unwrap();
-    let [own, other] = [(); 2].map(|()| Folder::new(dir.path()).unwrap());
+    let [own, other] = [(); 2].map(|()| DiskFolder::new(dir.path()).unwrap());
     assert!(own.take().unwrap() && own.take().unwrap());
     assert!(!other.take().unwrap());
     drop(own);
@@ -260,7 +260,7 @@ fn a_server_takes_its_own_folder_again_and_no_other_ones() {
 #[test]
 fn a_place_in_memory_is_not_lasting() {
     let dir = tempfile::tempdir().unwrap();
-    let cache = open(dir.path(), Settings { memory: MIB, ..settings(64 * MIB) });
+    let cache = open(dir.path(), CacheSettings { memory: MIB, ..settings(64 * MIB) });
     let on_disk = cache.admit(key(1), &chunk(1), Why::Read).unwrap();
     assert!(cache.is_lasting(on_disk));
     cache.resize(Some(Amount::Bytes(0)), Amount::Bytes(0));

@@ -6,18 +6,20 @@ mod common;
 
 use std::{path::Path, sync::Arc};
 
-use burgeon_cache::{Cache, ChunkStore, Owner, Place, Scope, Why, disk::Folder, policy::Clock};
+use burgeon_cache::{
+    Cache, ChunkOwner, ChunkStore, Place, Scope, Why, disk::DiskFolder, policy::Clock,
+};
 use common::{BLOCK, key, settings};
 
 const LEN: u64 = 16 * BLOCK;
 
 fn open(path: &Path) -> Arc<Cache> {
-    let disk = Arc::new(Folder::new(path).unwrap());
+    let disk = Arc::new(DiskFolder::new(path).unwrap());
     Arc::new(Cache::over(disk, settings(64 << 20), Box::<Clock>::default()))
 }
 
-fn owner(image: &str, store: &str) -> Owner {
-    Owner { image: image.to_owned(), store: store.to_owned() }
+fn owner(image: &str, store: &str) -> ChunkOwner {
+    ChunkOwner { image: image.to_owned(), store: store.to_owned() }
 }
 
 fn admit(store: &dyn ChunkStore, n: u64, why: Why) -> Option<Place> {

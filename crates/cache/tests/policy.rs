@@ -1,16 +1,16 @@
-//! What each policy owes the store, and what Forecast is for.
+//! The duties of each policy to the store, and the benefit of Forecast.
 
 use std::collections::BTreeSet;
 
 use burgeon_cache::{
     Why,
-    policy::{Clock, Forecast, Lirs, Policy, Pressure, Random, TinyLfu},
+    policy::{ChunkPolicy, Clock, Forecast, Lirs, Pressure, Random, TinyLfu},
 };
 use proptest::prelude::*;
 
 const CHUNK: u32 = 256 << 10;
 
-fn policies(chunks: u64) -> [(&'static str, Box<dyn Policy>); 5] {
+fn policies(chunks: u64) -> [(&'static str, Box<dyn ChunkPolicy>); 5] {
     [
         ("clock", Box::new(Clock::default())),
         ("random", Box::new(Random::new(1))),
@@ -43,7 +43,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-fn play(policy: &mut dyn Policy, stored: &mut BTreeSet<u32>, event: Event) {
+fn play(policy: &mut dyn ChunkPolicy, stored: &mut BTreeSet<u32>, event: Event) {
     match event {
         Event::Insert(slot, key, why) => {
             if stored.insert(slot) {
@@ -103,7 +103,7 @@ fn a_held_slot_is_not_offered_again_before_the_others() {
 }
 
 /// Reads chunks through a store of `room` chunks, and counts the hits from the read `from` on.
-fn hits(policy: &mut dyn Policy, room: usize, reads: &[u64], from: usize) -> usize {
+fn hits(policy: &mut dyn ChunkPolicy, room: usize, reads: &[u64], from: usize) -> usize {
     let mut stored: Vec<Option<u64>> = vec![None; room];
     let mut hits = 0;
     for (at, key) in reads.iter().enumerate() {
@@ -135,7 +135,7 @@ fn most_of_a_loop_larger_than_the_store_stays() {
     let from = reads.len() / 2;
     // At best 200 of the 340 chunks are hits in each round.
     let best = (reads.len() - from) * 200 / 340;
-    let hits = |policy: &mut dyn Policy| hits(policy, 200, &reads, from);
+    let hits = |policy: &mut dyn ChunkPolicy| hits(policy, 200, &reads, from);
     assert_eq!(hits(&mut Clock::default()), 0);
     let forecast = hits(&mut Forecast::new(200 * u64::from(CHUNK), 1));
     assert!(forecast * 10 > best * 9, "{forecast} of {best}");
@@ -150,7 +150,7 @@ fn a_scan_takes_the_place_of_few_popular_chunks() {
     let popular = || (0..ROUNDS).flat_map(|_| 0..190u64);
     let reads: Vec<u64> = popular().chain(1000..1800).chain(popular()).collect();
     let from = reads.len() - ROUNDS * 190;
-    let lost = |policy: &mut dyn Policy| ROUNDS * 190 - hits(policy, 200, &reads, from);
+    let lost = |policy: &mut dyn ChunkPolicy| ROUNDS * 190 - hits(policy, 200, &reads, from);
     assert_eq!(lost(&mut Clock::default()), 190, "a scan empties the clock");
     let forecast = lost(&mut Forecast::new(200 * u64::from(CHUNK), 1));
     assert!(forecast < 76, "{forecast} of {} later hits were lost", ROUNDS * 190);

@@ -160,7 +160,7 @@ Examples:
     Record(Record),
     /// List, show or remove recorded profiles
     Profile(Profile),
-    /// Fetch files now, and again whenever their cached data was lost
+    /// Fetch files now, and again whenever their cached data has been lost
     #[command(after_help = "\
 Examples:
   burgeon pin /mnt/a/models/llama.bin
@@ -344,7 +344,7 @@ pub(crate) struct Mount {
     /// image [default: newer]
     #[arg(long, value_enum, value_name = "POLICY")]
     pub(crate) pull: Option<pull::Pull>,
-    /// Keep writes under this name; a later mount with the name has them again
+    /// Keep writes under this name; a later mount with the same name restores them
     #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: Option<String>,
     /// Allow no writes
@@ -390,7 +390,7 @@ pub(crate) struct Mount {
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_virtual_size)]
     #[arg(num_args = 0..=1, default_missing_value = VIRTUAL_DEFAULT, conflicts_with = "read_only")]
     pub(crate) virtual_size: Option<u64>,
-    /// Limit of fetched bytes, against programs that read everything; reads beyond it fail with EIO
+    /// Most bytes that the mount may fetch; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
     /// Also mount it at each boot: write and enable a unit of systemd (`burgeon umount --forget`)
@@ -422,7 +422,7 @@ pub(crate) struct CreateEmpty {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[arg(value_name = "true|false", hide_possible_values = true)]
     pub(crate) reserve: Option<bool>,
-    /// Limit of fetched bytes; reads beyond it fail with EIO
+    /// Most bytes that the mount may fetch; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
 }

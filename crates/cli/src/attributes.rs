@@ -8,8 +8,8 @@ use clap::{Args as ClapArgs, ValueEnum};
 /// The options of a mount's attributes.
 #[derive(ClapArgs, Debug, Default)]
 pub(crate) struct Attributes {
-    /// Attributes of the mount, as of mount(8), separated by commas; of two opposites the last one
-    /// holds. An image that this host has not built from its own files is mounted nosuid,nodev
+    /// Attributes of the mount, as of mount(8), separated by commas; if two contradict, the last
+    /// wins. An image that this host has not built from its own files is mounted nosuid,nodev
     #[arg(
         short = 'o',
         value_name = "OPTION,…",
@@ -73,7 +73,7 @@ impl Attributes {
         texts
     }
 
-    /// The attributes asked for; of two opposites the last one on the command line holds.
+    /// The attributes asked for; if two contradict, the last on the command line wins.
     pub(crate) fn request(&self) -> Result<AttributesRequest> {
         let mut request = AttributesRequest::default();
         let others = &mut request.others;
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_two_opposites_holds() {
+    fn the_last_of_two_contradicting_attributes_wins() {
         let wanted = request(&["-o", "nosuid,noexec,noatime", "-o", "suid,nodiratime"]).unwrap();
         assert_eq!((wanted.suid, wanted.dev), (Some(true), None));
         assert!(wanted.others.noexec && wanted.others.nodiratime && !wanted.others.read_only);

@@ -47,7 +47,7 @@ pub(crate) struct Choices {
     /// Host name in the container
     #[arg(long, value_name = "NAME", default_value = "burgeon")]
     pub(crate) hostname: String,
-    /// Keep writes under this name; a later mount with the name has them again
+    /// Keep writes under this name; a later mount with the same name restores them
     #[arg(long, value_name = "NAME", value_parser = parse_writes)]
     pub(crate) writes: Option<String>,
     /// Allow no writes; the image's volumes are empty and writable

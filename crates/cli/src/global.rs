@@ -13,6 +13,7 @@ use clap::{
 
 /// Options of every command, before or after its name.
 #[derive(ClapArgs, Debug, Clone)]
+#[command(next_help_heading = "Global options")]
 pub(crate) struct Global {
     /// The store of images and their data: a folder, a URL or the name of a configured store;
     /// '' is store/ in the state directory [default: that of the configuration, or '']; for build,

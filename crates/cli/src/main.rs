@@ -95,9 +95,9 @@ fn main() -> ExitCode {
             match verb == SUPERVISE {
                 true => config::begin_daemon(),
                 false if LASTING.iter().any(|name| verb == name) => {
-                    log::begin(log::Process::Daemon);
+                    log::begin(log::LogOwner::Daemon);
                 }
-                false => log::begin(log::Process::Task),
+                false => log::begin(log::LogOwner::Task),
             }
         }
         let process = PROCESSES.iter().find(|(name, ..)| verb == name);
@@ -141,7 +141,7 @@ fn main() -> ExitCode {
         }
     };
     if let Some(level) = args.global.log_level {
-        log::begin_at(level, log::Process::Command);
+        log::begin_at(level, log::LogOwner::Command);
     }
     let json = args.global.json;
     complete(commands::run(args).unwrap_or_else(|e| exit::report(&e, json)))

@@ -49,7 +49,7 @@ impl Namespace {
         match errno {
             Errno::INVAL => {
                 let what = format!(
-                    "{what}: it is no mount namespace; give a process, or a file such as /proc/PID/ns/mnt"
+                    "{what}: it is not a mount namespace; give a process, or a file such as /proc/PID/ns/mnt"
                 );
                 Error::new(ErrorKind::Invalid, what)
             }

@@ -64,7 +64,7 @@ pub(crate) fn parse_amount(text: &str) -> Result<CacheAmount, String> {
     };
     match percent.trim().parse() {
         Ok(percent @ 0..=100) => Ok(CacheAmount::Percent(percent)),
-        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+        _ => Err(format!("{text:?} is not a share: use 0% to 100%")),
     }
 }
 

@@ -107,7 +107,7 @@ mod tests {
     use super::{MASK, text};
 
     #[test]
-    fn what_looks_like_a_secret_is_masked() {
+    fn texts_like_secrets_are_masked() {
         for (given, masked) in [
             ("s3://key:pw@host/b?X-Sig=1 x", "s3://[redacted]@host/b?[redacted] x"),
             ("https://host/a@b", "https://host/a@b"),

@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, counter, file_of, hash_of, mount, read_files, run,
@@ -234,8 +234,9 @@ fn settings_outlive_the_server() {
     let checked = burgeon.ok(&["--json", "accelerate", "check", "accel-set"]);
     let checked: Value = serde_json::from_str(&checked).unwrap();
     assert_eq!(checked["compared_blocks"], used);
-    let folder = Folder::of(burgeon.state(), "fast").unwrap();
-    let part = folder.ask_server(&Ask::Check { name: "accel-set".into(), from: 0 }).unwrap();
+    let folder = CacheFolder::of(burgeon.state(), "fast").unwrap();
+    let part =
+        folder.ask_server(&ControlRequest::Check { name: "accel-set".into(), from: 0 }).unwrap();
     assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");
     distributions_are_right(&burgeon, &device);
     // Another attachment without a policy leaves it.
@@ -415,7 +416,7 @@ fn by_the_kernel(device: &Path) -> [u64; 2] {
     [fields[2] * 512, fields[6] * 512]
 }
 
-/// What `stats` says of both devices is what the kernel has counted.
+/// `stats` counts the same bytes of both devices as the kernel.
 #[test]
 fn the_kernel_counts_the_same_bytes() {
     let space = Space::new("accel-counts");

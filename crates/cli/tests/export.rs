@@ -204,7 +204,7 @@ fn mistakes_are_named() {
     burgeon.fails(&["export", text(&space.path("x")), "-o", archive_text], 3, "nothing is there");
     burgeon.fails(&["export", &format!("{at}/file"), "-o", archive_text], 1, "not a directory");
     burgeon.fails(&["export", at, "-o", text(&tree)], 1, "it is a directory");
-    burgeon.fails(&["export", at, "-o", "/dev/null"], 1, "no regular file");
+    burgeon.fails(&["export", at, "-o", "/dev/null"], 1, "not a regular file");
     burgeon.fails(&["export", at, "-o", text(&space.path("no/a.tar"))], 3, "cannot write");
     assert!(!archive.exists());
     // A terminal, which `script` gives, and an output that is closed.

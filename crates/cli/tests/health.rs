@@ -100,7 +100,7 @@ fn health_is_an_exit_code_within_a_time_limit() {
         let (code, other) = health(&burgeon, &[path.to_str().unwrap()]);
         assert_eq!((code, &other["mounts"]), (1, &0.into()), "{other}");
         let found = other["findings"][0]["found"].as_str().unwrap();
-        assert!(found.contains("no mount of the daemon of"), "{other}");
+        assert!(found.contains("not a mount of the daemon of"), "{other}");
     }
 
     // A server without its supervisor serves, and `doctor` says the same.

@@ -6,7 +6,7 @@ mod layered;
 
 use std::{fs, os::unix::fs::FileExt, path::Path};
 
-use burgeon_image::{Limits, Manifest};
+use burgeon_image::{Manifest, ManifestLimits};
 use burgeon_layer::Table;
 use burgeon_source::derived_object;
 use serde_json::{Value, json};
@@ -240,7 +240,7 @@ fn a_wrong_entry_of_a_believed_table_is_an_error_and_never_other_bytes() {
     let mut table = Table::decode(&part(1)).unwrap();
     table.stretches.iter_mut().for_each(|stretch| stretch.offset -= 512);
     let table = table.encode().unwrap();
-    let mut manifest = Manifest::decode(&part(0), &Limits::default()).unwrap();
+    let mut manifest = Manifest::decode(&part(0), &ManifestLimits::default()).unwrap();
     manifest.objects = vec![derived_object(&table).unwrap()];
     let (manifest, _) = manifest.encode(3).unwrap();
     for (n, bytes) in [manifest, table].iter().enumerate() {

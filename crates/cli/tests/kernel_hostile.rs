@@ -187,8 +187,8 @@ fn hostile_manifests_are_refused_by_every_verb() {
 
     type Change = fn(&mut Sections);
     let changes: [(&str, Change); 9] = [
-        ("no file name", |m| m.rename("xx", "..")),
-        ("no file name", |m| m.rename("aaaa", "/etc")),
+        ("not a file name", |m| m.rename("xx", "..")),
+        ("not a file name", |m| m.rename("aaaa", "/etc")),
         ("twice in one directory", |m| m.rename("dupb", "dupa")),
         ("contain each other", |m| {
             let (outer, inner) = (m.row("zz"), m.row("ee"));

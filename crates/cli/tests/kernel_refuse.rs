@@ -396,7 +396,7 @@ fn writes_in_use_or_of_another_image() {
     for name in ["", "..", "a/b"] {
         let arguments = ["mount", "image:1", text(&second), "--writes", name];
         let finished = at.burgeon.run(&arguments);
-        assert_eq!(finished.code, Some(2), "{name:?} is no name for writes: {finished:#?}");
+        assert_eq!(finished.code, Some(2), "{name:?} is not a name for writes: {finished:#?}");
     }
     at.still_mounts();
 }
@@ -477,7 +477,7 @@ fn trees_and_archives_that_make_no_image() {
     }
     for name in ["", "a\nb"] {
         let built = at.burgeon.run(&["build", text(&at.tree), name]);
-        assert!(built.code != Some(0), "{name:?} is no name for an image: {built:#?}");
+        assert!(built.code != Some(0), "{name:?} is not a name for an image: {built:#?}");
     }
     assert!(!at.burgeon.ok(&["list"]).contains('x'), "nothing of it is visible");
     at.still_mounts();

@@ -285,7 +285,7 @@ fn a_mount_that_cannot_be_let_go_stays_as_it_is() {
 }
 
 #[test]
-fn where_no_device_can_be_exchanged_the_next_mount_begins_with_the_plain_file() {
+fn the_next_mount_begins_with_the_plain_file_if_no_device_can_be_exchanged() {
     let space = Space::new("let-go-later");
     let set = set_up(&space);
     let mounted = set.burgeon.mount("image", &set.at, &FUSE);

@@ -19,7 +19,7 @@ use std::{
 
 use burgeon_block::Counters;
 use burgeon_metrics::{
-    CacheNow, CacheValues, DiskNow, Disks, MountNow, Snapshot, Totals, Values, render,
+    CacheNow, CacheValues, DiskNow, Disks, MetricsSnapshot, MountNow, Totals, Values, render,
 };
 use serde_json::Value;
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
@@ -423,15 +423,16 @@ fn troubled(seconds: u64) -> String {
     let mut totals = Totals::from(1);
     totals.look("0a", "/store", Values::of(&counters));
     let cache = CacheValues { read_errors: seconds, ..CacheValues::default() };
-    let snapshot = Snapshot {
+    let snapshot = MetricsSnapshot {
         mount_count: 1,
         mounts_now: vec![MountNow { id: "0a".to_owned(), ..MountNow::default() }],
         cache_now: Some(CacheNow { limit: 1 << 20, ..CacheNow::default() }),
-        ..Snapshot::default()
+        ..MetricsSnapshot::default()
     };
     // Its totals are from long ago.
     let snapshot = snapshot.with_totals(&totals);
-    let snapshot = Snapshot { cache, server_starts: seconds, written_unix_seconds: 1, ..snapshot };
+    let snapshot =
+        MetricsSnapshot { cache, server_starts: seconds, written_unix_seconds: 1, ..snapshot };
     let disk = DiskNow {
         endurance_used_percent: Some(95),
         endurance_left_seconds: Some(86_400),

@@ -149,7 +149,7 @@ fn a_source_that_may_never_end_is_refused() {
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     let fifo = fifo.to_str().unwrap();
     burgeon.fails(&["build", fifo, "x"], 1, &format!("burgeon build - NAME < {fifo}"));
-    burgeon.fails(&["build", "--by-reference", fifo, "x"], 1, "is no file, block device");
+    burgeon.fails(&["build", "--by-reference", fifo, "x"], 1, "is not a file, block device");
     burgeon.fails(&["build", "/dev/zero", "x"], 1, "it is a character device");
     // A pipe of a shell has a writer.
     let mut shell = Command::new("bash");

@@ -188,7 +188,7 @@ fn mistakes_have_the_exit_codes_of_mount() {
     helper.fails("image:1", "", &["-x"], 1, "-x");
     helper.fails("image:1", "store=ftp://x", &[], 1, "ftp://");
     helper.fails("none", "", &[], 32, "none");
-    helper.fails("image:1", "", &["-N", "/dev/null"], 32, "no mount namespace");
+    helper.fails("image:1", "", &["-N", "/dev/null"], 32, "not a mount namespace");
     assert_fails(&Command::new(&helper.program).output().unwrap(), 1, "Usage");
     let run = |at: &Path| helper.command("image:1", at, "", &[]).output().unwrap();
     assert_fails(&run(&space.path("missing")), 32, "make it with mkdir");

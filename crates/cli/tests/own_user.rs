@@ -141,7 +141,7 @@ fn answer_to(user: u32, run: &Path) -> Vec<u8> {
         let path = format!("/proc/thread-self/fd/{}/api.sock", run.as_raw_fd());
         let mut stream = UnixStream::connect(path).unwrap();
         let request = br#"{"call":"status"}"#;
-        // Who is cut off at once cannot write.
+        // A client that is cut off at once cannot write.
         let length = (request.len() as u32).to_le_bytes();
         let _ = stream.write_all(&length).and_then(|()| stream.write_all(request));
         let mut answer = [0; 16];

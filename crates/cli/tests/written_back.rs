@@ -15,7 +15,7 @@ use std::{
     thread,
 };
 
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::Value;
 use slow::{
     Ends, MIB, PROGRAM, Slow, content, file_of, hash_of, is_dirty, mount, read_files, run,
@@ -151,7 +151,7 @@ fn an_xfs_in_write_back_survives_its_server() {
 /// All that was flushed lies in the log of the cache alone; nothing else gets at it, and it comes
 /// back.
 #[test]
-fn what_was_flushed_survives_supervisor_and_server() {
+fn flushed_writes_survive_supervisor_and_server() {
     let space = Space::new("back-dead");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let ends = Ends(&burgeon);
@@ -425,10 +425,10 @@ fn a_flush_ends_under_writes() {
     assert!(wait_until(PATIENCE, || !is_dirty(&burgeon)), "it stays dirty");
     let seen = hash_of(&device);
     drop(file);
-    let folder = Folder::of(burgeon.state(), "fast").unwrap();
+    let folder = CacheFolder::of(burgeon.state(), "fast").unwrap();
     // Nothing is dirty any more, which is known a moment later.
     assert!(wait_until(PATIENCE, || folder.dirty().is_empty()), "it counts as dirty");
-    assert!(folder.ask_server(&Ask::Status).is_ok());
+    assert!(folder.ask_server(&ControlRequest::Status).is_ok());
     burgeon.ok(&["accelerate", "detach", "back-flush"]);
     assert!(hash_of(&image) == seen, "the slow device differs");
     burgeon.ok(&["accelerate", "destroy", "fast"]);

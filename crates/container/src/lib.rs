@@ -1,7 +1,7 @@
 //! Containers on a mounted image: an OCI runtime bundle, or a program in namespaces of its own.
 //!
 //! ```text
-//!   settings of the image + command of the user + /etc/passwd of the root ──► Process
+//!   settings of the image + command of the user + /etc/passwd of the root ──► ContainerProcess
 //!     bundle:  Process ──► config.json, for runc, crun and others
 //!     run:     Process ──► burgeon __contain ──► burgeon __init, process 1 ──► the program
 //! ```
@@ -18,7 +18,7 @@ mod spec;
 mod users;
 
 pub use self::{
-    process::Process,
+    process::ContainerProcess,
     spec::{ContainerOptions, Network, config},
     users::User,
 };

@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_oci::Settings;
+use burgeon_oci::ImageSettings;
 use serde::{Deserialize, Serialize};
 
 use crate::users::{self, User};
@@ -13,7 +13,7 @@ const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin
 
 /// The program of a container.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Process {
+pub struct ContainerProcess {
     /// The program and its arguments; never empty.
     pub args: Vec<String>,
     /// `NAME=VALUE`.
@@ -24,10 +24,10 @@ pub struct Process {
     pub user: User,
 }
 
-impl Process {
+impl ContainerProcess {
     /// The program that an image with `settings` and the files in `root` runs: its entrypoint with
     /// `command`, or with its own arguments if `command` is empty.
-    pub fn new(settings: &Settings, command: &[String], root: BorrowedFd<'_>) -> Result<Self> {
+    pub fn new(settings: &ImageSettings, command: &[String], root: BorrowedFd<'_>) -> Result<Self> {
         let rest = if command.is_empty() { &settings.cmd } else { command };
         let args: Vec<String> = settings.entrypoint.iter().chain(rest).cloned().collect();
         if args.first().is_none_or(String::is_empty) {
@@ -51,9 +51,9 @@ impl Process {
 mod tests {
     use std::{fs::File, os::fd::AsFd};
 
-    use burgeon_oci::Settings;
+    use burgeon_oci::ImageSettings;
 
-    use super::Process;
+    use super::ContainerProcess;
 
     #[test]
     fn the_users_command_takes_the_place_of_the_images_arguments() {
@@ -62,21 +62,22 @@ mod tests {
         let of = |entrypoint: &[&str], cmd: &[&str], command: &[&str]| {
             let owned = |list: &[&str]| list.iter().map(|it| it.to_string()).collect::<Vec<_>>();
             let (entrypoint, cmd) = (owned(entrypoint), owned(cmd));
-            let settings = Settings { entrypoint, cmd, ..Settings::default() };
-            Process::new(&settings, &owned(command), root.as_fd()).map(|process| process.args)
+            let settings = ImageSettings { entrypoint, cmd, ..ImageSettings::default() };
+            ContainerProcess::new(&settings, &owned(command), root.as_fd())
+                .map(|process| process.args)
         };
         assert_eq!(of(&["e"], &["c"], &[]).unwrap(), ["e", "c"]);
         assert_eq!(of(&["e"], &["c"], &["u", "v"]).unwrap(), ["e", "u", "v"]);
         assert_eq!(of(&[], &["c"], &["u"]).unwrap(), ["u"]);
         assert!(of(&[], &[], &[]).unwrap_err().to_string().contains("no command"));
         let env = vec!["PATH=/x".to_owned(), "HOMER=1".to_owned()];
-        let settings = Settings {
+        let settings = ImageSettings {
             cmd: vec!["c".into()],
             env,
             working_dir: "srv".into(),
-            ..Settings::default()
+            ..ImageSettings::default()
         };
-        let process = Process::new(&settings, &[], root.as_fd()).unwrap();
+        let process = ContainerProcess::new(&settings, &[], root.as_fd()).unwrap();
         assert_eq!(process.env, ["PATH=/x", "HOMER=1", "HOME=/"]);
         assert_eq!(process.cwd, "/srv");
     }

@@ -34,7 +34,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_oci::Settings;
+use burgeon_oci::ImageSettings;
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create},
     mount::{MountPropagationFlags, mount_change},
@@ -46,7 +46,7 @@ use serde::{Deserialize, Serialize};
 
 use self::signals::Signals;
 use crate::{
-    process::Process,
+    process::ContainerProcess,
     spec::{ContainerOptions, Network, volumes},
 };
 
@@ -61,7 +61,7 @@ const NOT_RUN: u8 = 125;
 /// The container, as process 1 gets it.
 #[derive(Serialize, Deserialize)]
 struct Job {
-    process: Process,
+    process: ContainerProcess,
     options: ContainerOptions,
     /// Paths that are empty and writable.
     volumes: Vec<String>,
@@ -77,8 +77,8 @@ pub fn leave_mount_namespace() -> Result<()> {
 /// Runs `process` with the mount at `root`; returns its exit code, 128 and the signal's number if
 /// a signal ended it.
 pub fn run(
-    process: Process,
-    settings: &Settings,
+    process: ContainerProcess,
+    settings: &ImageSettings,
     options: ContainerOptions,
     root: &Path,
 ) -> Result<u8> {

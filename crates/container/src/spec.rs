@@ -1,12 +1,12 @@
 //! `config.json` of an OCI runtime bundle (runtime specification 1.0.2).
 
-use burgeon_oci::Settings;
+use burgeon_oci::ImageSettings;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::{
     defaults::{CAPABILITIES, FILE_SYSTEMS, MASKED, NETWORK_FILES, READ_ONLY, has_cgroup2},
-    process::Process,
+    process::ContainerProcess,
 };
 
 /// The network of a container.
@@ -32,7 +32,11 @@ pub struct ContainerOptions {
 }
 
 /// The configuration of a bundle whose root is `rootfs`.
-pub fn config(process: &Process, settings: &Settings, options: &ContainerOptions) -> Value {
+pub fn config(
+    process: &ContainerProcess,
+    settings: &ImageSettings,
+    options: &ContainerOptions,
+) -> Value {
     let names: Vec<&str> = CAPABILITIES.iter().map(|(name, _)| *name).collect();
     let mut namespaces = vec!["pid", "ipc", "uts", "mount"];
     if options.network == Network::None {
@@ -96,7 +100,7 @@ pub fn config(process: &Process, settings: &Settings, options: &ContainerOptions
 }
 
 /// As the image specification translates it.
-fn stop_signal(settings: &Settings) -> Value {
+fn stop_signal(settings: &ImageSettings) -> Value {
     match &*settings.stop_signal {
         "" => json!({}),
         signal => json!({ "org.opencontainers.image.stopSignal": signal }),
@@ -104,7 +108,7 @@ fn stop_signal(settings: &Settings) -> Value {
 }
 
 /// The image's volumes that are places below its root.
-pub(crate) fn volumes(settings: &Settings) -> impl Iterator<Item = &String> {
+pub(crate) fn volumes(settings: &ImageSettings) -> impl Iterator<Item = &String> {
     let is_below = |path: &&String| {
         let mut parts = path.split('/').filter(|part| !part.is_empty());
         path.starts_with('/') && parts.clone().next().is_some() && parts.all(|part| part != "..")
@@ -114,20 +118,21 @@ pub(crate) fn volumes(settings: &Settings) -> impl Iterator<Item = &String> {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_oci::Settings;
+    use burgeon_oci::ImageSettings;
 
     use super::{ContainerOptions, Network, config, volumes};
-    use crate::{process::Process, users::User};
+    use crate::{process::ContainerProcess, users::User};
 
     #[test]
     fn a_network_of_its_own_has_a_namespace_and_a_read_only_root_has_volumes() {
         let user = User { uid: 5, gid: 6, groups: vec![7], home: "/".into() };
-        let process = Process { args: vec!["sh".into()], env: vec![], cwd: "/srv".into(), user };
+        let process =
+            ContainerProcess { args: vec!["sh".into()], env: vec![], cwd: "/srv".into(), user };
         let paths = ["/data", "/", "data", "/../etc", "/a/../../b", "//"].map(str::to_owned);
-        let settings = Settings {
+        let settings = ImageSettings {
             volumes: paths.to_vec(),
             stop_signal: "SIGQUIT".into(),
-            ..Settings::default()
+            ..ImageSettings::default()
         };
         assert_eq!(volumes(&settings).collect::<Vec<_>>(), ["/data"]);
         let config = |network, read_only| {

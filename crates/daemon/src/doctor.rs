@@ -37,7 +37,7 @@ use crate::{
     host::{cgroup::remove_leftovers, own_root, system},
     ipc::{
         client::Client,
-        protocol::{MountStatus, Reply, Request, Status},
+        protocol::{DaemonStatus, MountStatus, Reply, Request},
     },
     read_only,
     state::{paths::StateDir, record::mount_ids},
@@ -165,7 +165,7 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     Ok(true)
 }
 
-fn daemon(runs: Result<Option<Status>>) -> Finding {
+fn daemon(runs: Result<Option<DaemonStatus>>) -> Finding {
     match runs {
         Ok(Some(_)) => Finding::fine("daemon", "runs and answers"),
         Ok(None) => Finding::fine("daemon", "does not run; `burgeon mount` starts it"),
@@ -181,7 +181,7 @@ fn daemon(runs: Result<Option<Status>>) -> Finding {
 
 /// The status of a running daemon, or `None`, also for one that is ending but still takes
 /// connections. An error if it does not answer.
-fn ask(state: &StateDir) -> Result<Option<Status>> {
+fn ask(state: &StateDir) -> Result<Option<DaemonStatus>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(SILENCE_MAX);
     let asked = Instant::now();
@@ -206,7 +206,7 @@ fn user_of_server(server: u32) -> Option<Finding> {
 }
 
 /// Mounts that the running daemon does not serve.
-fn unserved(status: &Status) -> Vec<Finding> {
+fn unserved(status: &DaemonStatus) -> Vec<Finding> {
     let finding = |mount: &MountStatus| {
         let subject = format!("mount {}", mount.target.display());
         match mount.state.as_str() {

@@ -72,8 +72,8 @@ pub fn let_go(
         _ => Err(unexpected()),
     };
     // Its seed may have been prepared with the checksums of an earlier copy.
-    let is_summed = record.attach.seed == complete::folder(state, &record.digest.0);
-    let later = match map.lacks_checksums() && !is_summed {
+    let has_checksums = record.attach.seed == complete::folder(state, &record.digest.0);
+    let later = match map.lacks_checksums() && !has_checksums {
         true => Some(NO_CHECKSUMS.to_owned()),
         false => begin(false)?,
     };
@@ -118,7 +118,7 @@ fn keep_for_next(
     let _lock = Lock::try_take(&folder.join("copy.lock"))?.ok_or_else(another)?;
     let (from, _) = data_device(record)?;
     let (plain, sums) = match map.lacks_checksums() {
-        true => (Plain::Summed, Some(Sums::create(complete::sums(state, &image), map)?)),
+        true => (Plain::WithChecksums, Some(Sums::create(complete::sums(state, &image), map)?)),
         false => (Plain::Described, None),
     };
     let path = plain.path(state, &image);

@@ -71,7 +71,7 @@ static CHANGE: OnceLock<Box<dyn Fn(LevelFilter) + Send + Sync>> = OnceLock::new(
 
 /// A process that logs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Process {
+pub enum LogOwner {
     /// A command: it waits for the reader of its standard error, and loses no line.
     Command,
     /// A process of the daemon that does one task. It may have ended before the journal has read an
@@ -112,19 +112,19 @@ pub(crate) fn prepare_to_end() {
 }
 
 /// Logs events of this process from `level` on, and makes the daemons that it starts do the same.
-pub fn begin_at(level: LevelFilter, process: Process) {
+pub fn begin_at(level: LevelFilter, process: LogOwner) {
     note(level);
     if let Some(format) = format_of_environment() {
         set_json(format == "json");
     }
     let journal = is_journal();
     let connect = || journal::Journal::connect(Path::new(journal::SOCKET)).ok();
-    let entries = (journal && process == Process::Daemon).then(connect).flatten();
+    let entries = (journal && process == LogOwner::Daemon).then(connect).flatten();
     let sink: Arc<dyn Sink> = match process {
-        Process::Command => Arc::new(Waiting),
-        Process::Task | Process::Daemon => Arc::new(Stream::new(rustix::stdio::stderr())),
+        LogOwner::Command => Arc::new(Waiting),
+        LogOwner::Task | LogOwner::Daemon => Arc::new(Stream::new(rustix::stdio::stderr())),
     };
-    if process != Process::Command {
+    if process != LogOwner::Command {
         report_panics(journal, Arc::clone(&sink));
     }
     let events = Lines { journal, entries, ending: &ENDING, sink };
@@ -191,7 +191,7 @@ fn ours(level: LevelFilter) -> Targets {
 }
 
 /// The same at the level from the environment, by default `info`.
-pub fn begin(process: Process) {
+pub fn begin(process: LogOwner) {
     let level = std::env::var(VARIABLE).ok().and_then(|level| level.parse().ok());
     begin_at(level.unwrap_or(LevelFilter::INFO), process);
 }

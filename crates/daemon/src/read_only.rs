@@ -16,7 +16,7 @@ use std::{collections::HashMap, ffi::OsString, fs, path::Path};
 use crate::{
     host::{mount_namespaces, mountinfo},
     id::Fsid,
-    ipc::protocol::{MountStatus, Status},
+    ipc::protocol::{DaemonStatus, MountStatus},
     state::record::WritesState,
 };
 
@@ -24,7 +24,7 @@ use crate::{
 type ReadOnly = HashMap<OsString, bool>;
 
 /// Marks in `status` the mounts that were forced read-only, as seen by the calling process.
-pub fn note(status: &mut Status) {
+pub fn note(status: &mut DaemonStatus) {
     let own = file_systems(Path::new("/proc/thread-self/mountinfo"));
     let mut elsewhere = None;
     for mount in &mut status.mounts {

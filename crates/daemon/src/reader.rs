@@ -41,7 +41,7 @@ use crate::{
         harden,
         program::{dies_with_its_parent, this_program},
     },
-    ipc::{protocol::Failure, wire},
+    ipc::{protocol::WireError, wire},
     roles::{self, Reach},
 };
 
@@ -60,7 +60,7 @@ enum Said<T> {
     /// So many bytes are stored next.
     Room(u64),
     Done(T),
-    Failed(Failure),
+    Failed(WireError),
 }
 
 /// Runs `job` in a child that can reach only `reach`. `archive` is sent along. `make_room` gets the
@@ -100,7 +100,7 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
             Some((Said::Done(done), _)) => return Ok(done),
             Some((Said::Failed(failure), _)) => return Err(failure.into()),
             Some((Said::Login(asked), _)) => {
-                let login = log_in(&known, registry.as_ref(), &asked).map_err(Failure::from);
+                let login = log_in(&known, registry.as_ref(), &asked).map_err(WireError::from);
                 wire::send(&ours, &login, &[])?;
             }
             Some((Said::Room(bytes), _)) => {
@@ -206,7 +206,7 @@ fn confine(reach: &Reach, parent: &ReaderParent) -> Result<()> {
     let parent = parent.clone();
     ask_for_credentials_by(Box::new(move |name| {
         let login =
-            parent.ask::<std::result::Result<Access, Failure>>(&Said::Login(name.clone()))?;
+            parent.ask::<std::result::Result<Access, WireError>>(&Said::Login(name.clone()))?;
         Ok(login?)
     }));
     Ok(())

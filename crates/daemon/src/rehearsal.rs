@@ -44,7 +44,7 @@ const ROOM: usize = 256 << 10;
 /// An error if a daemon of this program could not take over the mounts of `state`: a record that it
 /// cannot read, or what keeps a daemon from starting.
 pub(crate) fn rehearse(state: &StateDir) -> Result<()> {
-    read_records(state).and_then(|()| start_beside(state)).map_err(|e| {
+    read_records(state).and_then(|()| start_scratch_daemon(state)).map_err(|e| {
         let what =
             "a daemon of this program cannot take over here, so the running one is left as it is";
         Error::with_source(e.kind(), what, e)
@@ -72,7 +72,7 @@ fn read_records(state: &StateDir) -> Result<()> {
     Ok(())
 }
 
-fn start_beside(state: &StateDir) -> Result<()> {
+fn start_scratch_daemon(state: &StateDir) -> Result<()> {
     let folder = state.run().join("rehearsal");
     remove(&folder)?;
     let result = StateDir::open(&folder)

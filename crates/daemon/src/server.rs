@@ -55,7 +55,7 @@ use burgeon_source::{
     opening::{Manner, Opener, Opening, open_files_by},
     registry::ask_helpers_by,
 };
-use burgeon_volume::Limits;
+use burgeon_volume::VolumeLimits;
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
@@ -112,7 +112,7 @@ struct Serving {
     _lock: Lock,
     runtime: Runtime,
     /// Shared by all volumes, and with it one memory limit.
-    limits: Limits,
+    limits: VolumeLimits,
     /// Shared by all volumes, too.
     cache: Arc<Cache>,
     /// The bytes that all mounts have read.
@@ -202,7 +202,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         scrub: Mutex::default(),
         claimed: Mutex::default(),
         state,
-        limits: Limits::default(),
+        limits: VolumeLimits::default(),
         tasks: Tasks::default(),
         mounts: Mutex::default(),
         refused: Mutex::default(),
@@ -247,7 +247,7 @@ fn serve_supervisors(serving: &Arc<Serving>, mut stream: UnixStream) -> Result<(
     let failed = |e| Error::io("cannot keep the stream to the supervisor", e);
     loop {
         *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
-        if serving.handle_messages(&stream)? == Parting::Stop {
+        if serving.handle_messages(&stream)? == Disconnect::Stop {
             serving.cache.flush();
             return Ok(());
         }
@@ -321,21 +321,21 @@ fn the_only_server(state: &StateDir) -> Result<Lock> {
 
 /// Reason for the end of the connection to a supervisor.
 #[derive(PartialEq, Eq)]
-enum Parting {
+enum Disconnect {
     Stop,
     Orphaned,
 }
 
 impl Serving {
     /// Handles the supervisor's messages until the stream ends.
-    fn handle_messages(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
+    fn handle_messages(self: &Arc<Self>, stream: &UnixStream) -> Result<Disconnect> {
         loop {
             let (message, mut fds) = match wire::receive::<ToServer>(stream) {
                 Ok(Some(received)) => received,
-                Ok(None) => return Ok(Parting::Orphaned),
+                Ok(None) => return Ok(Disconnect::Orphaned),
                 Err(e) => {
                     tracing::error!(error = %e, "cannot understand the supervisor");
-                    return Ok(Parting::Orphaned);
+                    return Ok(Disconnect::Orphaned);
                 }
             };
             match message {
@@ -364,7 +364,7 @@ impl Serving {
                     self.tell(&FromServer::Waits { number, waits: self.waits(id, after) });
                 }
                 ToServer::HelperSaid { number, said } => self.helpers.answered(number, said),
-                ToServer::Stop => return Ok(Parting::Stop),
+                ToServer::Stop => return Ok(Disconnect::Stop),
                 ToServer::Unknown => {
                     tracing::warn!(own = VERSION, "ignoring a message of a later supervisor");
                 }
@@ -460,7 +460,7 @@ impl Serving {
                 return false;
             }
             if let Err(e) = self.options.driver.stop(number) {
-                tracing::warn!(error = %e, "an unused device stays");
+                tracing::warn!(error = %e, number, "an unused ublk device stays");
             }
         }
         lock(&self.link).is_none()
@@ -481,7 +481,11 @@ impl Serving {
             match self.hand_over(&stream) {
                 Ok(()) => {
                     if let Err(error) = files::remove_file(&path) {
-                        tracing::warn!(%error, "the socket for a supervisor stays");
+                        tracing::warn!(
+                            path = %path.display(),
+                            %error,
+                            "the socket for a new supervisor stays"
+                        );
                     }
                     return Ok(stream);
                 }
@@ -527,7 +531,11 @@ fn listen_patiently(path: &Path) -> UnixListener {
             Ok(listener) => return listener,
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    tracing::error!(%error, "serving without a supervisor until that works");
+                    tracing::error!(
+                        path = %path.display(),
+                        %error,
+                        "cannot listen for a new supervisor: serving without one, and trying again"
+                    );
                 }
                 thread::sleep(LISTEN_INTERVAL);
             }

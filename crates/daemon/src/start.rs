@@ -23,7 +23,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
     host::program::serving_program,
-    ipc::{client::Client, protocol::Failure},
+    ipc::{client::Client, protocol::WireError},
     log,
     state::{
         cache_dir::{self, CACHE_DIR},
@@ -137,7 +137,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
         TAKEN => wait_for_the_other(child, state, tries),
         other => {
             let _ = child.wait();
-            match serde_json::from_str::<Failure>(other) {
+            match serde_json::from_str::<WireError>(other) {
                 Ok(failure) => Err(failure.into()),
                 Err(_) => Err(Error::new(
                     ErrorKind::Unavailable,

@@ -5,8 +5,8 @@
 //!     ─► it adopts the server ─► kill server ─► the supervisor starts another
 //! ```
 //!
-//! What can be known before is known before anything is killed: the rehearsal, and the program that
-//! systemd would start instead of this one.
+//! All checks precede any kill: the rehearsal, and the program that systemd would start instead of
+//! this one.
 //!
 //! The supervisor first: only a new one starts a new server. Each death makes readers wait, without
 //! errors (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's death costs errors, so
@@ -30,7 +30,7 @@ use rustix::{
 use crate::{
     ipc::{
         client::Client,
-        protocol::{Reply, Request, Status},
+        protocol::{DaemonStatus, Reply, Request},
     },
     rehearsal::rehearse,
     start,
@@ -53,7 +53,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub struct Upgraded {
     /// The daemon's new status.
-    pub status: Status,
+    pub status: DaemonStatus,
     /// The server was replaced, too. False if a mount is `--fast`: until its umount, the old
     /// program serves.
     pub server_replaced: bool,
@@ -131,7 +131,7 @@ fn refuse_another_program(started: &Path) -> Result<()> {
 }
 
 /// Waits until there is a server other than `old`, and all mounts that can be served are.
-fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
+fn await_serving(state: &StateDir, old: Option<u32>) -> Result<DaemonStatus> {
     let deadline = Instant::now() + SERVE_TIMEOUT;
     loop {
         let status = match Client::connect_or_start(state)?.call(&Request::Status)?.0 {

@@ -60,7 +60,7 @@ const ROOMS: [(&str, &[&str]); 17] = [
     ),
 ];
 
-/// What commands do with the daemon, or without it: modules that do not know each other.
+/// Actions of commands with the daemon, or without it: modules that do not know each other.
 const ACTIONS: &str = "doctor, orphan, upgrade, let_go";
 
 #[test]

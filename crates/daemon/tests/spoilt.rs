@@ -9,7 +9,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
 use burgeon_cache::{Domain, testing::MemoryStore};
 use burgeon_image::{AddressMap, Wanted, builder, prepare};
 use burgeon_source::{Access, Directory, Location, Objects, References, Store};
-use burgeon_volume::{CacheAccess, ChecksumFile, Limits, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, Volume, VolumeLimits};
 use testkit::{AlignedBlock, Fault, Proxy, Rng, WebServer};
 use tokio::runtime::Runtime;
 
@@ -42,14 +42,14 @@ impl Image {
         let options = builder::BuildOptions { level: 1, ..builder::BuildOptions::default() };
         let report = builder::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
-        let limits = burgeon_image::Limits::default();
+        let limits = burgeon_image::ManifestLimits::default();
         prepare(&store, &digest, &made, Wanted::default(), &limits, |_| {}, || {}).unwrap();
         let map = Arc::new(AddressMap::open(&made.join("map")).unwrap());
         let web = WebServer::nginx(store.root(), &folder.path().join("nginx")).unwrap();
         let mut image = Self { _folder: folder, web, map, data: Vec::new() };
         let runtime = runtime();
         let _runtime = runtime.enter();
-        let local = image.volume(Store::from(store), Limits::default());
+        let local = image.volume(Store::from(store), VolumeLimits::default());
         for address in image.blocks() {
             let block = read(&runtime, &local, address, &Counters::default()).unwrap();
             image.data.extend_from_slice(&block);
@@ -57,7 +57,7 @@ impl Image {
         image
     }
 
-    fn volume(&self, store: Store, limits: Limits) -> Arc<RemoteVolume> {
+    fn volume(&self, store: Store, limits: VolumeLimits) -> Arc<RemoteVolume> {
         let cache = Arc::new(MemoryStore::new(1 << 30));
         let cache = CacheAccess { store: cache, domain: Domain::PUBLIC };
         let objects = Objects::new(store, References::Refuse);
@@ -98,13 +98,13 @@ fn read(
     Ok(block.0.to_vec())
 }
 
-fn limits() -> Limits {
-    Limits {
+fn limits() -> VolumeLimits {
+    VolumeLimits {
         deadline: Duration::from_secs(10),
         try_timeout: Duration::from_millis(500),
         backoff_min: Duration::from_millis(1),
         backoff_max: Duration::from_millis(20),
-        ..Limits::default()
+        ..VolumeLimits::default()
     }
 }
 
@@ -170,7 +170,7 @@ fn an_unreachable_store_does_not_delay_local_reads() {
     let (image, runtime) = (Image::new(), runtime());
     let _runtime = runtime.enter();
     let proxy = Proxy::new(image.web.address(), 0).unwrap();
-    let short = Limits { deadline: Duration::from_millis(300), ..limits() };
+    let short = VolumeLimits { deadline: Duration::from_millis(300), ..limits() };
     let volume = image.volume(image.behind(&proxy), short);
     let counters = Counters::default();
     let (first, last) = (image.blocks().next().unwrap(), image.blocks().last().unwrap());

@@ -130,7 +130,7 @@ pub struct DriveTotal {
     pub bytes: u64,
     /// Bytes of one unit of its counter.
     pub unit_bytes: u64,
-    /// How the unit is known.
+    /// The origin of the unit.
     pub unit_source: UnitOrigin,
     /// Times that the counter has passed 2³².
     pub wraps: u64,

@@ -84,7 +84,7 @@ impl DriveReport {
     /// Reads the output of `smartctl --json`.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let refused = |why: String| {
-            Error::new(ErrorKind::Corrupt, format!("smartctl's output is no report: {why}"))
+            Error::new(ErrorKind::Corrupt, format!("smartctl's output is not a report: {why}"))
         };
         if bytes.len() > REPORT_MAX {
             return Err(refused(format!("it is longer than {REPORT_MAX} bytes")));

@@ -107,7 +107,7 @@ impl Locked {
         }
         let is_folder = folder.symlink_metadata().map_err(failed)?.is_dir();
         if !is_folder {
-            let what = format!("{} is no directory: remove it", folder.display());
+            let what = format!("{} is not a directory: remove it", folder.display());
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let lock = take_lock(&folder.join("lock"))?;
@@ -144,7 +144,7 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = options.mode(0o600).custom_flags(flags.bits() as i32).open(path)?;
     if !file.metadata()?.is_file() {
-        let what = "it is no regular file: remove it";
+        let what = "it is not a regular file: remove it";
         return Err(io::Error::new(io::ErrorKind::InvalidData, what));
     }
     Ok(file)

@@ -26,7 +26,7 @@ use std::{
 use burgeon_block::{ByteRange, Pages};
 use burgeon_btrfs::{SUBVOLUME, SeedOptions, VIRTUAL_FILE};
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
+    Connection, FuseServer, LoopDevice, LoopOptions, ServeOptions, Slots,
     btrfs_mount::{Btrfs, MountAccess, forget},
     reflink::{clone_blocks, make_nodatasum},
     serve,
@@ -107,7 +107,7 @@ struct Mounted {
     costs: Costs,
     mount: Option<Btrfs>,
     devices: Vec<LoopDevice>,
-    server: Option<Server>,
+    server: Option<FuseServer>,
     _runtime: tokio::runtime::Runtime,
     _folder: TempDir,
 }

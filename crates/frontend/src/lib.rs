@@ -9,7 +9,7 @@
 //!   one huge file: a FUSE file system that is one regular        │ io_uring
 //!   file and lies at no path (Connection)                        │
 //!     │ /dev/fuse, or io_uring                                   │
-//!   Server: reader threads, request slots; or rings            ublk::Server: a thread a queue
+//!   Server: reader threads, request slots; or rings            ublk::FuseServer: a thread a queue
 //!     └───────────────────────────────┬──────────────────────────┘
 //!                                  engine: hit, miss, local file, write; counts, cancels, replies
 //!                                     └─► BlockDevice, WritableDevice
@@ -43,5 +43,5 @@ pub use connection::Connection;
 pub use engine::End;
 pub use loop_range::remove_unused as remove_unused_loops;
 pub use loopdev::{LoopDevice, LoopOptions};
-pub use server::{Helpers, ServeOptions, Server, serve, serve_writable};
+pub use server::{FuseServer, Helpers, ServeOptions, serve, serve_writable};
 pub use slots::Slots;

@@ -96,7 +96,7 @@ impl ServeOptions {
 }
 
 /// A running server of one file. Dropping it stops it without waiting for misses.
-pub struct Server {
+pub struct FuseServer {
     control: Arc<Control>,
     readers: Arc<Readers>,
     /// Over rings: theirs.
@@ -113,7 +113,7 @@ pub fn serve<D: BlockDevice>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<FuseServer> {
     start::<D, ReadOnly>(fuse, slots, device, options)
 }
 
@@ -124,7 +124,7 @@ pub fn serve_writable<D: WritableDevice>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<FuseServer> {
     start::<D, Writable>(fuse, slots, device, options)
 }
 
@@ -133,7 +133,7 @@ fn start<D: BlockDevice, A: Changes<D>>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<FuseServer> {
     let (runtime, memory_max) = (options.runtime.clone(), options.miss_bytes_max);
     let engine = Engine::<D, A>::new(device, slots.clone(), runtime, memory_max)?;
     stop::make_reads_interruptible().map_err(|e| failed("cannot install a signal handler", e))?;
@@ -150,7 +150,7 @@ fn start<D: BlockDevice, A: Changes<D>>(
         readers: readers.clone(),
         engine: Arc::new(engine),
     });
-    let mut server = Server { control, readers, threads: Vec::new() };
+    let mut server = FuseServer { control, readers, threads: Vec::new() };
     let first = worker.clone();
     let first = start_thread(move || first.run(Role::First));
     server.readers.add_first(first.map_err(|e| failed("cannot start a reader thread", e))?);
@@ -164,7 +164,7 @@ fn start_thread(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()
     thread::Builder::new().name("fuse-reader".into()).spawn(run)
 }
 
-impl Server {
+impl FuseServer {
     /// Waits until serving is over, for whichever reason.
     pub fn ended(&self) -> impl Future<Output = End> + Send + 'static {
         self.life().ended()
@@ -194,7 +194,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for FuseServer {
     fn drop(&mut self) {
         self.halt(Duration::ZERO);
     }

@@ -18,7 +18,7 @@ use std::{
 
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
+    Connection, FuseServer, LoopDevice, LoopOptions, ServeOptions, Slots,
     btrfs_mount::{Btrfs, MountAccess, attach, forget},
     serve,
 };
@@ -33,7 +33,7 @@ const GONE_MAX: Duration = Duration::from_secs(60);
 struct Devices {
     metadata: LoopDevice,
     data: LoopDevice,
-    server: Server,
+    server: FuseServer,
     slots: Arc<Slots>,
     _watchdog: Watchdog,
     _runtime: tokio::runtime::Runtime,

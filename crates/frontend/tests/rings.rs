@@ -15,7 +15,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Pages};
 use burgeon_frontend::{
-    Connection, End, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
+    Connection, End, FuseServer, LoopDevice, LoopOptions, ServeOptions, Slots, serve,
 };
 use common::{Computed, Watchdog, block_ok, open_direct, runtime};
 use testkit::FuseRings;
@@ -26,7 +26,7 @@ const READ_ONLY: LoopOptions =
 
 struct Setup {
     slots: Arc<Slots>,
-    server: Server,
+    server: FuseServer,
     file: File,
     number: u32,
     /// True if it is served over rings.

@@ -15,7 +15,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Pages};
 use burgeon_frontend::{
-    Connection, End, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
+    Connection, End, FuseServer, LoopDevice, LoopOptions, ServeOptions, Slots, serve,
 };
 use common::{Computed, Watchdog, block_ok, open_direct, runtime};
 
@@ -25,7 +25,7 @@ const READ_ONLY: LoopOptions =
 
 struct Setup {
     slots: Arc<Slots>,
-    server: Server,
+    server: FuseServer,
     file: File,
     runtime: tokio::runtime::Runtime,
     watchdog: Watchdog,

@@ -30,7 +30,7 @@ struct Served {
     path: PathBuf,
     slots: Arc<Slots>,
     device: Arc<Computed>,
-    server: Option<ublk::Server>,
+    server: Option<ublk::UblkServer>,
     runtime: Runtime,
 }
 

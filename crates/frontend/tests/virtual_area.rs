@@ -229,10 +229,10 @@ fn mapped_files_are_files_like_others() {
     let area = range(AREA / 2, GIB);
     let file = rig.clone("file", area);
     // A file with checksums is refused, and stays as it was.
-    let summed = File::create_new(rig.path("summed")).unwrap();
-    let error = clone_blocks(&rig.area(), area, &summed, 0).unwrap_err();
+    let with_checksums = File::create_new(rig.path("with-checksums")).unwrap();
+    let error = clone_blocks(&rig.area(), area, &with_checksums, 0).unwrap_err();
     assert!(error.to_string().contains("checksums"), "{error}");
-    assert_eq!(summed.metadata().unwrap().len(), 0);
+    assert_eq!(with_checksums.metadata().unwrap().len(), 0);
     // Beyond the end.
     let beyond = range(AREA - BLOCK_SIZE, 2 * BLOCK_SIZE);
     let error = clone_blocks(&rig.area(), beyond, &file, 2 * GIB).unwrap_err();
@@ -250,7 +250,7 @@ fn mapped_files_are_files_like_others() {
     file.write_all_at(b"changed", 10 * MIB + 5).unwrap();
     file.write_all_at(&rig.seed.content(), GIB).unwrap();
     copy.set_len(100 * MIB).unwrap();
-    drop((file, copy, summed));
+    drop((file, copy, with_checksums));
     let rig = rig.remount();
     let file = File::open(rig.path("file")).unwrap();
     let mut bytes = [0; 7];

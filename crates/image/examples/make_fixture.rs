@@ -5,7 +5,7 @@
 use std::{error::Error, fs, path::PathBuf};
 
 use burgeon_block::ChecksumKind;
-use burgeon_image::{AddressMap, Limits, builder, catalog};
+use burgeon_image::{AddressMap, ManifestLimits, builder, catalog};
 use burgeon_source::Directory;
 
 /// A header of a ustar archive, with its data.
@@ -72,7 +72,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let report = builder::from_tar(&store, name, archive, None, &options, &|_| ())?;
         let digest = report.image.digest()?;
         println!("{name} {digest}");
-        let manifest = catalog::load(&store, &digest, &Limits::default())?;
+        let manifest = catalog::load(&store, &digest, &ManifestLimits::default())?;
         AddressMap::from_manifest(&manifest)?.write_to(&folder.join(format!("{name}.map")))?;
     }
     fs::remove_dir_all(folder.join("store/tmp"))?;

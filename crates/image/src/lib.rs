@@ -30,11 +30,11 @@ mod paths;
 mod prepare;
 mod profile;
 
-pub use burgeon_btrfs::{Body, DATA_START, Inode};
+pub use burgeon_btrfs::{DATA_START, Inode, InodeBody};
 pub use chunk::{Chunk, Codec, decode_chunk};
 pub use extents::{Content, Extent, ExtentMap, ExtentSource, ExtentWriter, Mapping, MappingInfo};
 pub use inspect::MapLine;
-pub use manifest::{ChunkEntry, Limits, Manifest};
+pub use manifest::{ChunkEntry, Manifest, ManifestLimits};
 pub use map::AddressMap;
 pub use own_file::{open_own, remove_own, rename_own};
 pub use paths::Paths;

@@ -6,13 +6,13 @@ use std::{
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
 use burgeon_btrfs::{
-    Body, Identity, NodeSink, NodeSource, SeedInfo, SeedOptions, Uuids, check, write_seed,
+    Identity, InodeBody, NodeSink, NodeSource, SeedInfo, SeedOptions, Uuids, check, write_seed,
 };
 use bytes::Bytes;
 
 use rustix::fs::OFlags;
 
-use crate::{AddressMap, Limits, Manifest, catalog, invalid, open_own};
+use crate::{AddressMap, Manifest, ManifestLimits, catalog, invalid, open_own};
 
 /// Nodes in a sparse file, at their addresses.
 struct NodeFile {
@@ -66,7 +66,7 @@ pub fn prepare(
     digest: &Digest,
     folder: &Path,
     wanted: Wanted,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
     mapped: impl FnOnce(),
 ) -> Result<SeedInfo> {
@@ -97,7 +97,7 @@ fn add_checksums(manifest: &mut Manifest, file: &File) -> Result<()> {
     }
     file.read_exact_at(&mut manifest.block_checksums, 0).map_err(failed)?;
     for inode in &mut manifest.tree.inodes {
-        if matches!(inode.body, Body::Extents { .. }) {
+        if matches!(inode.body, InodeBody::Extents { .. }) {
             inode.nodatasum = false;
         }
     }
@@ -109,7 +109,7 @@ pub fn prepare_map(
     store: &impl ObjectStore,
     digest: &Digest,
     folder: &Path,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
 ) -> Result<()> {
     let (manifest, _) = load(store, digest, limits, bounded)?;
@@ -120,7 +120,7 @@ pub fn prepare_map(
 fn load(
     store: &impl ObjectStore,
     digest: &Digest,
-    limits: &Limits,
+    limits: &ManifestLimits,
     bounded: impl FnOnce(u64),
 ) -> Result<(Manifest, Bytes)> {
     let bytes = catalog::load_bytes(store, digest)?;

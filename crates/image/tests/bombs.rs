@@ -17,7 +17,7 @@ use std::{
 
 use burgeon_block::ChecksumKind;
 use burgeon_btrfs::{Inode, Tree};
-use burgeon_image::{Limits, Manifest, builder};
+use burgeon_image::{Manifest, ManifestLimits, builder};
 use common::*;
 use testkit::measure;
 
@@ -83,7 +83,7 @@ fn manifests_are_refused() {
         };
         let refused = measure("manifests_are_refused", name, input, |path| {
             let bytes = fs::read(path).unwrap();
-            Manifest::decode(&bytes, &Limits::default()).unwrap_err().to_string()
+            Manifest::decode(&bytes, &ManifestLimits::default()).unwrap_err().to_string()
         });
         let Some(refused) = refused else { continue };
         println!("{name}: {refused:?}");

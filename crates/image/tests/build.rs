@@ -17,7 +17,7 @@ use std::{
 use burgeon_block::{
     ByteRange, Collecting, Digest, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
 };
-use burgeon_btrfs::Body;
+use burgeon_btrfs::InodeBody;
 use burgeon_image::{INLINE_MAX, Wanted, builder, catalog};
 use burgeon_source::{Objects, References};
 
@@ -52,7 +52,7 @@ fn plant(root: &Path) {
     .unwrap();
 }
 
-fn compare(store: &burgeon_source::Directory, root: &Path, report: &builder::Report) {
+fn compare(store: &burgeon_source::Directory, root: &Path, report: &builder::BuildReport) {
     let manifest = load(store, report);
     let data = data(store, &manifest);
     compare_with(root, &manifest, &data);
@@ -101,7 +101,7 @@ fn an_image_has_the_contents_of_the_directory() {
     // Small files are in the metadata, links are one inode, copies share their data.
     for (path, inline) in [("a/file-2048", true), ("a/file-2049", false)] {
         let body = inode(&manifest, path).body;
-        assert_eq!(matches!(body, Body::Inline(_)), inline, "{path} {INLINE_MAX}");
+        assert_eq!(matches!(body, InodeBody::Inline(_)), inline, "{path} {INLINE_MAX}");
     }
     let paths = paths(&manifest.tree);
     assert_eq!(paths[&b"link"[..]], paths[&b"a/file-5000"[..]]);
@@ -110,7 +110,7 @@ fn an_image_has_the_contents_of_the_directory() {
     // A big file is one extent where its chunks are contiguous, except for a short tail.
     assert!(extents("a/file-1500000").len() <= 2);
     // Holes are preserved.
-    assert_eq!(inode(&manifest, "hole").body, Body::None);
+    assert_eq!(inode(&manifest, "hole").body, InodeBody::None);
     assert_eq!(inode(&manifest, "hole").size, 1 << 40);
     let range = |start, len| ByteRange::at(start, len).unwrap();
     assert_eq!(
@@ -429,7 +429,7 @@ fn an_image_is_prepared_for_mounting() {
     let report = from_directory(&store, "test", &root);
     let digest = report.image.digest().unwrap();
     let manifest = load(&store, &report);
-    let limits = burgeon_image::Limits::default();
+    let limits = burgeon_image::ManifestLimits::default();
     let has = |name| folder.path().join(name).exists();
     let mut told = 0;
     let on_map = || {

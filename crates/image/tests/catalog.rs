@@ -150,7 +150,7 @@ fn nothing_is_collected_while_a_need_is_unknown() {
 
 /// Paths of the two packs of [`two`], that of "a" first.
 fn packs(store: &Directory, digest: &Digest) -> Vec<PathBuf> {
-    let manifest = catalog::load(store, digest, &burgeon_image::Limits::default()).unwrap();
+    let manifest = catalog::load(store, digest, &burgeon_image::ManifestLimits::default()).unwrap();
     manifest.objects.iter().map(|object| store.path_of(object)).collect()
 }
 
@@ -203,7 +203,7 @@ fn damage_is_found_and_named() {
 #[test]
 fn the_map_of_an_image_covers_its_files() {
     let (_folder, store, [a, _]) = two();
-    let manifest = catalog::load(&store, &a, &burgeon_image::Limits::default()).unwrap();
+    let manifest = catalog::load(&store, &a, &burgeon_image::ManifestLimits::default()).unwrap();
     let lines: Vec<_> = manifest.map_lines().collect();
     let of = |path: &[u8]| lines.iter().filter(|line| line.path == path).collect::<Vec<_>>();
     let own = of(b"/dir/own");

@@ -8,8 +8,8 @@ mod common;
 use std::{fs, path::PathBuf};
 
 use burgeon_block::{ChecksumKind, Digest};
-use burgeon_btrfs::Body;
-use burgeon_image::{AddressMap, Limits, catalog};
+use burgeon_btrfs::InodeBody;
+use burgeon_image::{AddressMap, ManifestLimits, catalog};
 use burgeon_source::Directory;
 
 use common::*;
@@ -44,7 +44,7 @@ fn images_of_version_1_are_intact() {
         let verified = catalog::verify(&store, &digest, &read, &|_, _| ()).unwrap();
         assert!(verified.damage.is_empty(), "{:?}", verified.damage);
 
-        let manifest = catalog::load(&store, &digest, &Limits::default()).unwrap();
+        let manifest = catalog::load(&store, &digest, &ManifestLimits::default()).unwrap();
         assert_eq!(manifest.checksum, checksum);
         let data = data(&store, &manifest);
         let file = |path| content(&manifest, &data, inode(&manifest, path));
@@ -63,7 +63,7 @@ fn images_of_version_1_are_intact() {
         assert_eq!(paths[&b"dir/link"[..]], paths[&b"dir/noise"[..]]);
         let tiny = inode(&manifest, "dir/tiny");
         assert_eq!((tiny.mode, tiny.uid, tiny.gid, tiny.mtime_s), (0o104640, 1000, 50, 3 << 29));
-        assert!(matches!(tiny.body, Body::Inline(_)));
+        assert!(matches!(tiny.body, InodeBody::Inline(_)));
         let xattr = manifest.tree.xattrs_of(tiny)[0];
         assert_eq!(manifest.tree.bytes(xattr.name), b"user.key");
         assert_eq!(manifest.tree.bytes(xattr.value), b"value");
@@ -80,7 +80,7 @@ fn maps_of_version_1_open() {
         map.verify().unwrap();
         assert_eq!(map.checksum_kind(), checksum);
         let digest = digest.parse().unwrap();
-        let manifest = catalog::load(&store, &digest, &Limits::default()).unwrap();
+        let manifest = catalog::load(&store, &digest, &ManifestLimits::default()).unwrap();
         assert_eq!(map.data_range(), manifest.data_range());
         assert_eq!(map.objects(), manifest.objects);
         for (index, chunk) in (0..).zip(&manifest.chunks) {

@@ -12,8 +12,8 @@ use std::{
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
-    Limits, Manifest, Wanted,
-    builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin, Report},
+    Manifest, ManifestLimits, Wanted,
+    builder::{self, BuildReport, FilePart, Layer, LayerLimits, Layers, Listed, Origin},
 };
 
 use burgeon_btrfs::FileExtent;
@@ -98,7 +98,7 @@ fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
     let described = described.collect::<Result<Vec<_>>>()?;
     let report = builder::describe_layers(&store, "layers", described, &options(), &object)?;
     let manifest: Manifest = load(&store, &report);
-    manifest.validate(&Limits::default())?;
+    manifest.validate(&ManifestLimits::default())?;
     let (data, mut at) = (data.into_inner().unwrap(), 0);
     for chunk in &manifest.chunks {
         let len = chunk.len() as usize;
@@ -190,17 +190,17 @@ fn a_name_truncated_in_the_header_is_not_a_directory() {
 #[test]
 fn nothing_leaves_the_tree() {
     for name in ["../x", "/x", "a/../../x", "", &"n".repeat(100)[..0]] {
-        refuses(&[&[file(name, "")]], "no safe name");
+        refuses(&[&[file(name, "")]], "not a safe name");
     }
     for name in [".wh.", ".wh..", ".wh...", "d/.wh."] {
         refuses(&[&[folder("d"), file("d/a", "")], &[file(name, "")]], "removes no valid name");
     }
-    refuses(&[&[file(".wh.x/y", "")]], "no safe name");
+    refuses(&[&[file(".wh.x/y", "")]], "not a safe name");
     refuses(&[&[file(".", "x")]], "replaces /");
-    refuses(&[&[file("a", "")], &[file("a/b", "")]], "no directory");
+    refuses(&[&[file("a", "")], &[file("a/b", "")]], "not a directory");
     refuses(&[&[link("a", "b")]], "hard link");
     refuses(&[&[folder("d"), link("a", "d")]], "hard link");
-    refuses(&[&[symlink("a", "b"), symlink("b", "a")], &[file("a/x", "")]], "no directory");
+    refuses(&[&[symlink("a", "b"), symlink("b", "a")], &[file("a/x", "")]], "not a directory");
     refuses(&[&[entry("a", b'Y', "", b"")]], "unknown");
     // A symlink upwards ends at the root of the tree.
     let up = [symlink("up", "../../../.."), symlink("root", "/")];
@@ -220,7 +220,7 @@ fn directory_depth_is_limited() {
         [symlink("deep/far", "e/".repeat(45).trim_end_matches('/')), folder("deep/far/f/g/h/i/j")];
     refuses(&[&below, &[deeper(45)], &far], "deeper than");
     let long_name = [long(b'L', &"d/".repeat(2049)), folder("x")];
-    refuses(&[&long_name], "a name of 4098 bytes");
+    refuses(&[&long_name], "a path in the archive has 4098 bytes, above the limit of 4095");
 }
 
 #[test]
@@ -340,7 +340,7 @@ fn list_layers_in(
     files: &[Listed],
     bytes: &[u8],
     above: &[u8],
-) -> Result<(Report, Vec<u8>)> {
+) -> Result<(BuildReport, Vec<u8>)> {
     let all = Layers::new(LayerLimits { unpacked: 40_000_000, ..LayerLimits::default() });
     let layers = vec![all.list(files, 0, &options())?, all.describe(above, 1, &options())?];
     let data = Mutex::default();
@@ -419,7 +419,7 @@ fn an_image_of_lists_gets_the_checksums_that_a_complete_copy_gives() {
             fs::File::open(&path).unwrap()
         });
         let wanted = Wanted { checksums, ..Wanted::default() };
-        let limits = burgeon_image::Limits::default();
+        let limits = burgeon_image::ManifestLimits::default();
         burgeon_image::prepare(&store, digest, folder.path(), wanted, &limits, |_| {}, || {})
     };
     let seed_has = |sums: &[u8]| {
@@ -485,7 +485,7 @@ fn a_manifest_without_checksums_claims_none() {
     let bytes = Rng::new(3).bytes(5000);
     let none = archive(&[]);
     let (sound, _) = list_layers(&[listed("a", 5000, &[(0, 5000, 0)])], &bytes, &none).unwrap();
-    sound.validate(&Limits::default()).unwrap();
+    sound.validate(&ManifestLimits::default()).unwrap();
     type Lie = fn(&mut Manifest);
     let lies: [Lie; 4] = [
         |manifest| manifest.block_checksums[5] = 1,
@@ -496,7 +496,7 @@ fn a_manifest_without_checksums_claims_none() {
     for (number, lie) in lies.into_iter().enumerate() {
         let mut manifest = sound.clone();
         lie(&mut manifest);
-        let error = manifest.validate(&Limits::default()).unwrap_err();
+        let error = manifest.validate(&ManifestLimits::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
     }
 }

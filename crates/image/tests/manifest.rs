@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, ErrorKind, ObjectId};
-use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Span, Tree, Xattr};
-use burgeon_image::{AddressMap, ChunkEntry, Codec, Limits, Manifest};
+use burgeon_btrfs::{BlobRange, DATA_START, Dirent, FileExtent, Inode, InodeBody, Tree, Xattr};
+use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest, ManifestLimits};
 use proptest::prelude::*;
 
 const DIR: u32 = 0o040755;
@@ -32,7 +32,7 @@ impl Builder {
         Self(Tree { inodes: vec![root], ..Tree::default() })
     }
 
-    fn span(&mut self, bytes: &[u8]) -> Span {
+    fn span(&mut self, bytes: &[u8]) -> BlobRange {
         self.0.push_bytes(bytes).unwrap()
     }
 
@@ -48,7 +48,7 @@ impl Builder {
         number
     }
 
-    fn extents(&mut self, extents: &[(u64, u64, u64)]) -> Body {
+    fn extents(&mut self, extents: &[(u64, u64, u64)]) -> InodeBody {
         let first = self.0.extents.len() as u32;
         let blocks = |n| n * BLOCK_SIZE;
         self.0.extents.extend(extents.iter().map(|(offset, address, len)| FileExtent {
@@ -56,7 +56,7 @@ impl Builder {
             address: DATA_START + blocks(*address),
             len: blocks(*len),
         }));
-        Body::Extents { first, count: extents.len() as u32 }
+        InodeBody::Extents { first, count: extents.len() as u32 }
     }
 }
 
@@ -68,9 +68,9 @@ fn sample() -> Manifest {
     let file = Inode { mode: FILE, size: 7 * BLOCK_SIZE - 5, body, ..Inode::default() };
     let file = tree.inode(0, b"file", file);
     tree.name(0, b"link", file);
-    let body = Body::Inline(tree.span(b"dir/x"));
+    let body = InodeBody::Inline(tree.span(b"dir/x"));
     tree.inode(0, b"sym", Inode { mode: 0o120777, size: 5, body, ..Inode::default() });
-    let body = Body::Inline(tree.span(b"tiny"));
+    let body = InodeBody::Inline(tree.span(b"tiny"));
     let mut tiny = Inode { mode: FILE, size: 4, body, mtime_s: -5, ..Inode::default() };
     (tiny.xattr_first, tiny.xattr_count) = (0, 1);
     let xattr = Xattr { name: tree.span(b"user.a"), value: tree.span(b"") };
@@ -88,7 +88,7 @@ fn sample() -> Manifest {
 }
 
 fn decode(bytes: &[u8]) -> burgeon_block::Result<Manifest> {
-    Manifest::decode(bytes, &Limits::default())
+    Manifest::decode(bytes, &ManifestLimits::default())
 }
 
 /// The tree as a reader sees it, in any order of the blob.
@@ -100,12 +100,12 @@ fn seen(manifest: &Manifest) -> Vec<String> {
         .map(|dirent| format!("{} {} {:?}", dirent.parent, dirent.inode, tree.bytes(dirent.name)));
     let inodes = tree.inodes.iter().map(|inode| {
         let body = match inode.body {
-            Body::Inline(span) => format!("{:?}", tree.bytes(span)),
+            InodeBody::Inline(span) => format!("{:?}", tree.bytes(span)),
             _ => format!("{:?}", tree.extents_of(inode)),
         };
         let xattrs = tree.xattrs_of(inode).iter();
         let xattrs: Vec<_> = xattrs.map(|x| (tree.bytes(x.name), tree.bytes(x.value))).collect();
-        let plain = Inode { body: Body::None, xattr_first: 0, ..*inode };
+        let plain = Inode { body: InodeBody::None, xattr_first: 0, ..*inode };
         format!("{plain:?} {body} {xattrs:?}")
     });
     names.chain(inodes).collect()
@@ -221,11 +221,11 @@ fn hostile_manifests_are_refused() {
 #[test]
 fn manifests_beyond_the_limits_are_refused() {
     let (bytes, _) = sample().encode(1).unwrap();
-    let usual = Limits::default();
+    let usual = ManifestLimits::default();
     for limits in [
-        Limits { bytes_max: 100, ..usual },
-        Limits { data_max: 3 * BLOCK_SIZE, ..usual },
-        Limits { items_max: 2, ..usual },
+        ManifestLimits { bytes_max: 100, ..usual },
+        ManifestLimits { data_max: 3 * BLOCK_SIZE, ..usual },
+        ManifestLimits { items_max: 2, ..usual },
     ] {
         let error = Manifest::decode(&bytes, &limits).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
@@ -272,7 +272,7 @@ prop_compose! {
                 1 if !bytes.is_empty() => {
                     inode.mode = FILE | 0o4000;
                     inode.size = bytes.len() as u64;
-                    inode.body = Body::Inline(tree.span(&bytes));
+                    inode.body = InodeBody::Inline(tree.span(&bytes));
                 }
                 2 => { inode.mode = 0o060600; inode.rdev = random; }
                 3 => {

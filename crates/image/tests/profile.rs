@@ -8,7 +8,7 @@ mod common;
 use std::{fs, path::Path, time::Duration};
 
 use burgeon_block::{ByteRange, ChecksumKind, Digest, ErrorKind, ObjectStore};
-use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Tree};
+use burgeon_btrfs::{Dirent, FileExtent, Inode, InodeBody, Tree};
 use burgeon_image::{
     DATA_START, Manifest, Profile, ProfileRead, builder, catalog, list_profiles, load_profile,
     profile_object, publish_profile, remove_profile,
@@ -107,7 +107,7 @@ fn many_ranges_of_a_file_with_many_extents_cost_little() {
     let name = "many_ranges_of_a_file_with_many_extents_cost_little";
     let taken = testkit::measure(name, "translate", input, |_| {
         let (root, file) = (Inode { mode: 0o040755, ..Inode::default() }, 0o100644);
-        let body = Body::Extents { first: 0, count: COUNT as u32 };
+        let body = InodeBody::Extents { first: 0, count: COUNT as u32 };
         let file = Inode { mode: file, size: COUNT * 2 * BLOCK, body, ..Inode::default() };
         let mut tree = Tree { inodes: vec![root, file], ..Tree::default() };
         let name = tree.push_bytes(b"file").unwrap();

@@ -14,7 +14,7 @@ use std::{
 };
 
 use burgeon_block::{ErrorKind, ObjectStore};
-use burgeon_btrfs::Body;
+use burgeon_btrfs::InodeBody;
 use burgeon_image::{Manifest, builder};
 use burgeon_source::Directory;
 
@@ -81,7 +81,7 @@ fn described(store: &Directory, manifest: &Manifest, nanos: bool, holes: bool) -
             inode.uid,
             inode.gid,
             inode.size,
-            matches!(inode.body, Body::None)
+            matches!(inode.body, InodeBody::None)
         )
     };
     paths(&manifest.tree).into_iter().map(describe).collect()
@@ -409,7 +409,7 @@ proptest::proptest! {
         }
         bytes.truncate(cut.max(len / 2));
         if let Ok(manifest) = from_tar(&store, bytes) {
-            manifest.validate(&burgeon_image::Limits::default()).unwrap();
+            manifest.validate(&burgeon_image::ManifestLimits::default()).unwrap();
             data(&store, &manifest);
         }
     }

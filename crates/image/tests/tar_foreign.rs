@@ -36,9 +36,9 @@ fn a_file_that_is_no_tar_archive_is_called_so() {
     let text = b"#!/bin/sh\necho no archive\n".repeat(100);
     for (bytes, why) in [
         (vec![], "empty"),
-        (b"short".to_vec(), "no header"),
-        (text.clone(), "no header"),
-        (pipe(&text, "gzip"), "no header"),
+        (b"short".to_vec(), "not a header"),
+        (text.clone(), "not a header"),
+        (pipe(&text, "gzip"), "not a header"),
         (b"BZh91AY".to_vec(), "bzip2 -dc FILE | burgeon build - NAME"),
         (b"PK\x03\x04rest".to_vec(), "zip file"),
     ] {

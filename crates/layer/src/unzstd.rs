@@ -31,15 +31,15 @@ pub(crate) struct Unzstd<R> {
     made: u64,
     recording: Recording,
     /// Kept to the end, because the decoder keeps the memory of its largest window.
-    turn: Option<Turn>,
+    permit: Option<WindowPermit>,
 }
 
 impl<R: BufRead> Unzstd<R> {
     pub(crate) fn new(input: R, recording: Recording) -> io::Result<Self> {
         let mut decoder = Decoder::new()?;
         decoder.set_parameter(DParameter::WindowLogMax(WINDOW_LOG_MAX))?;
-        let (head, inside, taken, made, turn) = (Vec::new(), false, 0, 0, None);
-        Ok(Self { input, decoder, head, inside, taken, made, recording, turn })
+        let (head, inside, taken, made, permit) = (Vec::new(), false, 0, 0, None);
+        Ok(Self { input, decoder, head, inside, taken, made, recording, permit })
     }
 
     /// As [`Recording::held`].
@@ -65,8 +65,8 @@ impl<R: BufRead> Unzstd<R> {
         if self.head.is_empty() {
             return Ok(false);
         }
-        if window > WIDE && self.turn.is_none() {
-            self.turn = Some(Turn::wait());
+        if window > WIDE && self.permit.is_none() {
+            self.permit = Some(WindowPermit::wait());
         }
         self.recording.may_begin(self.taken, self.made);
         Ok(true)
@@ -125,12 +125,12 @@ fn window_len(head: &[u8]) -> Option<u64> {
 }
 
 /// Permission to have the one wide window.
-struct Turn;
+struct WindowPermit;
 
 static TAKEN: Mutex<bool> = Mutex::new(false);
 static FREE: Condvar = Condvar::new();
 
-impl Turn {
+impl WindowPermit {
     fn wait() -> Self {
         let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut taken =
@@ -140,7 +140,7 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for WindowPermit {
     fn drop(&mut self) {
         *TAKEN.lock().unwrap_or_else(PoisonError::into_inner) = false;
         FREE.notify_one();

@@ -3,12 +3,12 @@
 use std::fmt::Write as _;
 
 use crate::{
-    Disks, FAMILIES, Snapshot,
+    Disks, FAMILIES, MetricsSnapshot,
     format::{Exported, Family, Samples},
 };
 
 /// The text with everything that is known.
-pub fn render(snapshot: Option<&Snapshot>, disks: &Disks) -> String {
+pub fn render(snapshot: Option<&MetricsSnapshot>, disks: &Disks) -> String {
     let source = Exported { snapshot, disks };
     let mut text = String::new();
     for family in FAMILIES {
@@ -26,13 +26,13 @@ pub fn render(snapshot: Option<&Snapshot>, disks: &Disks) -> String {
 #[cfg(test)]
 mod tests {
     use super::render;
-    use crate::{CacheValues, Disks, Snapshot};
+    use crate::{CacheValues, Disks, MetricsSnapshot};
 
     #[test]
     fn no_digit_is_lost() {
         for value in [(1 << 32) + 1, (1 << 53) + 1, u64::MAX] {
             let cache = CacheValues { written: value, ..CacheValues::default() };
-            let snapshot = Snapshot { cache, ..Snapshot::default() };
+            let snapshot = MetricsSnapshot { cache, ..MetricsSnapshot::default() };
             let text = render(Some(&snapshot), &Disks::default());
             let line = format!("\nburgeon_cache_written_bytes_total {value}\n");
             assert!(text.contains(&line), "{text}");

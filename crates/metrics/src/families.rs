@@ -6,14 +6,14 @@
 //! series.
 
 use crate::{
-    DiskNow, MountNow, Snapshot, Tier, Values,
+    DiskNow, MetricsSnapshot, MountNow, ReadTier, Values,
     disks::DISKS_MAX,
     format::{Exported, Family, FamilyKind, Samples},
     values::BOUNDS,
 };
 
 /// Calls `show` with the snapshot.
-fn daemon(source: &Exported<'_>, mut show: impl FnMut(&Snapshot)) {
+fn daemon(source: &Exported<'_>, mut show: impl FnMut(&MetricsSnapshot)) {
     source.snapshot.into_iter().for_each(&mut show);
 }
 
@@ -35,8 +35,8 @@ fn disks(source: &Exported<'_>, mut show: impl FnMut(&[&str], &DiskNow)) {
 }
 
 /// Each tier of the values of a mount or store.
-fn tiers(samples: &mut Samples<'_>, of: &str, value: impl Fn(Tier) -> u64) {
-    Tier::ALL.into_iter().for_each(|tier| samples.count(&[of, tier.name()], value(tier)));
+fn tiers(samples: &mut Samples<'_>, of: &str, value: impl Fn(ReadTier) -> u64) {
+    ReadTier::ALL.into_iter().for_each(|tier| samples.count(&[of, tier.name()], value(tier)));
 }
 
 fn cache(source: &Exported<'_>, samples: &mut Samples<'_>, of: fn(&crate::CacheNow) -> u64) {
@@ -129,7 +129,7 @@ pub const FAMILIES: &[Family] = &[
         "Time of reads of lazy data; in the tier source, a fetch is waited for.",
         |it, out| {
             stores(it, |store, values| {
-                Tier::ALL.into_iter().for_each(|tier| {
+                ReadTier::ALL.into_iter().for_each(|tier| {
                     let below = BOUNDS.iter().copied().zip(values.below(tier).iter().copied());
                     let whole = (values.reads(tier), values.nanoseconds(tier));
                     out.histogram(&[store, tier.name()], below, whole);
@@ -431,7 +431,7 @@ pub const FAMILIES: &[Family] = &[
         "Time of these reads.",
         |it, out| {
             mounts(it, |id, values| {
-                Tier::ALL.into_iter().for_each(|tier| {
+                ReadTier::ALL.into_iter().for_each(|tier| {
                     out.seconds(&[id, tier.name()], values.nanoseconds(tier));
                 })
             });

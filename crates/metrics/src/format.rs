@@ -4,7 +4,7 @@
 
 use std::fmt::Write as _;
 
-use crate::{Disks, Snapshot, label::label};
+use crate::{Disks, MetricsSnapshot, label::label};
 
 /// The kind of a family.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,7 +46,7 @@ pub struct Family {
 #[derive(Debug)]
 pub(crate) struct Exported<'a> {
     /// Missing while no daemon runs.
-    pub(crate) snapshot: Option<&'a Snapshot>,
+    pub(crate) snapshot: Option<&'a MetricsSnapshot>,
     pub(crate) disks: &'a Disks,
 }
 

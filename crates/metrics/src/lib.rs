@@ -25,6 +25,6 @@ pub use disks::{DISKS_MAX, DiskNow, Disks};
 pub use exposition::render;
 pub use families::FAMILIES;
 pub use format::{Family, FamilyKind};
-pub use snapshot::{CacheNow, MOUNTS_MAX, MountNow, Snapshot};
+pub use snapshot::{CacheNow, MOUNTS_MAX, MetricsSnapshot, MountNow};
 pub use totals::{OTHER_STORES, STORES_MAX, TOTALS_MAX, Totals};
-pub use values::{BOUNDS, CacheValues, Tier, Values};
+pub use values::{BOUNDS, CacheValues, ReadTier, Values};

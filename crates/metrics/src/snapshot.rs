@@ -17,7 +17,7 @@ pub const MOUNTS_MAX: usize = 2000;
 /// Everything that is exported of the daemon.
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
 #[serde(default)]
-pub struct Snapshot {
+pub struct MetricsSnapshot {
     /// Burgeon's version.
     pub version: String,
     /// The time of the first look at the totals, in seconds since 1970.
@@ -104,7 +104,7 @@ impl MountNow {
     }
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     /// The number of stores of present mounts that have no values of their own.
     pub fn stores_in_other(&self) -> u64 {
         let stores: BTreeSet<_> = self.mounts_now.iter().map(|mount| &mount.store).collect();

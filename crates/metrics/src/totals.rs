@@ -183,7 +183,7 @@ mod tests {
     use burgeon_block::{Counters, ErrorKind};
 
     use super::{OTHER_STORES, STORES_MAX, Totals};
-    use crate::values::{CacheValues, Tier, Values};
+    use crate::values::{CacheValues, ReadTier, Values};
 
     fn hits(bytes: u64) -> Values {
         let counters = Counters::default();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     fn bytes(totals: &Totals, store: &str) -> u64 {
-        totals.stores()[store].bytes(Tier::Cache)
+        totals.stores()[store].bytes(ReadTier::Cache)
     }
 
     fn reread(totals: &Totals) -> Totals {
@@ -207,12 +207,12 @@ mod tests {
         // The supervisor starts again; the mount's counters are still there.
         let mut totals = reread(&totals);
         totals.look("a", "/s", hits(130));
-        assert_eq!((bytes(&totals, "/s"), totals.mounts()["a"].bytes(Tier::Cache)), (130, 130));
+        assert_eq!((bytes(&totals, "/s"), totals.mounts()["a"].bytes(ReadTier::Cache)), (130, 130));
         // The counters were made anew.
         totals.look("a", "/s", hits(7));
         let mut totals = reread(&totals);
         totals.look("a", "/s", hits(9));
-        assert_eq!((bytes(&totals, "/s"), totals.mounts()["a"].bytes(Tier::Cache)), (139, 139));
+        assert_eq!((bytes(&totals, "/s"), totals.mounts()["a"].bytes(ReadTier::Cache)), (139, 139));
         totals.forget(|mount| mount == "a");
         assert_eq!((bytes(&totals, "/s"), totals.mounts().len()), (139, 0));
     }

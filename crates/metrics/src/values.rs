@@ -20,14 +20,14 @@ const LEN: usize = OTHERS + 8;
 
 /// The place where a read has found its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Tier {
+pub enum ReadTier {
     /// On this host.
     Cache,
     /// At their source: the read had to wait for a fetch.
     Source,
 }
 
-impl Tier {
+impl ReadTier {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Cache, Self::Source];
 
@@ -77,8 +77,8 @@ impl Values {
     pub fn of(counters: &Counters) -> Self {
         let mut values = Self::default();
         let tiers = [
-            (Tier::Cache, &counters.hit_bytes, &counters.hit_latency),
-            (Tier::Source, &counters.miss_bytes, &counters.miss_latency),
+            (ReadTier::Cache, &counters.hit_bytes, &counters.hit_latency),
+            (ReadTier::Source, &counters.miss_bytes, &counters.miss_latency),
         ];
         for (tier, bytes, latency) in tiers {
             let (start, latency) = (tier.start(), latency.snapshot());
@@ -106,22 +106,22 @@ impl Values {
     }
 
     /// Bytes of the reads of a tier.
-    pub fn bytes(&self, tier: Tier) -> u64 {
+    pub fn bytes(&self, tier: ReadTier) -> u64 {
         self.0[tier.start()]
     }
 
     /// The number of reads of a tier that took less than each of [`BOUNDS`].
-    pub fn below(&self, tier: Tier) -> &[u64] {
+    pub fn below(&self, tier: ReadTier) -> &[u64] {
         &self.0[tier.start() + 1..][..BOUNDS.len()]
     }
 
     /// The number of reads of a tier.
-    pub fn reads(&self, tier: Tier) -> u64 {
+    pub fn reads(&self, tier: ReadTier) -> u64 {
         self.0[tier.start() + TIER_LEN - 2]
     }
 
     /// The time of all reads of a tier, in nanoseconds.
-    pub fn nanoseconds(&self, tier: Tier) -> u64 {
+    pub fn nanoseconds(&self, tier: ReadTier) -> u64 {
         self.0[tier.start() + TIER_LEN - 1]
     }
 
@@ -129,7 +129,7 @@ impl Values {
     pub fn stalled(&self) -> u64 {
         let at = BOUNDS.iter().position(|power| *power == STALL).unwrap_or(BOUNDS.len() - 1);
         let slow = |tier| self.reads(tier).saturating_sub(self.below(tier)[at]);
-        slow(Tier::Cache).saturating_add(slow(Tier::Source))
+        slow(ReadTier::Cache).saturating_add(slow(ReadTier::Source))
     }
 
     /// Reads that were answered with an error.

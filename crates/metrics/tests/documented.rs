@@ -9,8 +9,8 @@ use std::{
 };
 
 use burgeon_metrics::{
-    CacheNow, DISKS_MAX, DiskNow, Disks, FAMILIES, MountNow, STORES_MAX, Snapshot, TOTALS_MAX,
-    Totals, Values, render,
+    CacheNow, DISKS_MAX, DiskNow, Disks, FAMILIES, MetricsSnapshot, MountNow, STORES_MAX,
+    TOTALS_MAX, Totals, Values, render,
 };
 
 /// The rows of the tables: name, type, labels, meaning.
@@ -59,10 +59,10 @@ fn full(mounts: usize) -> String {
             ..MountNow::default()
         });
     }
-    let snapshot = Snapshot {
+    let snapshot = MetricsSnapshot {
         mounts_now: now,
         cache_now: Some(CacheNow { hit_in_an_hour: 1, ..CacheNow::default() }),
-        ..Snapshot::default()
+        ..MetricsSnapshot::default()
     };
     let disk = |number: usize| DiskNow {
         name: format!("sd{number}"),
@@ -113,7 +113,8 @@ fn no_two_series_have_the_same_labels() {
         let mount = MountNow { id: number.to_string(), image, store, ..MountNow::default() };
         mounts_now.push(mount.shortened());
     }
-    let snapshot = Snapshot { mounts_now, ..Snapshot::default() }.with_totals(&totals);
+    let snapshot =
+        MetricsSnapshot { mounts_now, ..MetricsSnapshot::default() }.with_totals(&totals);
     assert_eq!(snapshot.stores_in_other(), 0);
     let text = render(Some(&snapshot), &Disks::default());
     let lines = text.lines().filter(|line| !line.starts_with('#'));

@@ -8,7 +8,7 @@ use std::{
 
 use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::{
-    builder::{self, BuildOptions, OnProgress, Report},
+    builder::{self, BuildOptions, BuildReport, OnProgress},
     catalog::ReservedName,
 };
 use burgeon_source::{Directory, Partial, layer_object, registry::OciDigest, waiting, web};
@@ -81,7 +81,7 @@ impl Archive {
         name: &str,
         (options, own): (&BuildOptions, Option<&Directory>),
         building: OnProgress<'_>,
-    ) -> Result<Report> {
+    ) -> Result<BuildReport> {
         let what = format!("cannot build from {}", shown(&self.url));
         let (len, partial) = (self.len, own.and_then(|own| self.partial(own)));
         let build = |body| builder::from_tar(store, name, body, len, options, building);
@@ -111,23 +111,23 @@ impl Archive {
         let Self { url, answer, mut ask, len, .. } = self;
         let (what, len_max) = (format!("read {}", shown(&url)), len.unwrap_or(UNTOLD_MAX));
         let Some(partial) = partial else {
-            return Ok(Box::new(web::Body::new(what, answer, len_max, ask)));
+            return Ok(Box::new(web::BlockingBody::new(what, answer, len_max, ask)));
         };
         let cannot = |error| Error::io(format!("cannot use {}", partial.path().display()), error);
         let mut file = partial.file().try_clone().map_err(cannot)?;
         let mut left = partial.len();
         let goes_on = |answer: &Response| answer.status() == StatusCode::PARTIAL_CONTENT;
         let rest: Box<dyn Read + Send> = match left {
-            0 => Box::new(web::Body::new(what, answer, len_max, ask)),
+            0 => Box::new(web::BlockingBody::new(what, answer, len_max, ask)),
             _ => match ask(left)? {
                 rest if goes_on(&rest) => {
-                    Box::new(web::Body::after(what, left, rest, len_max, ask)?)
+                    Box::new(web::BlockingBody::after(what, left, rest, len_max, ask)?)
                 }
                 // The server does not support ranges, or has another version.
                 all => {
                     file.set_len(0).map_err(cannot)?;
                     left = 0;
-                    Box::new(web::Body::new(what, all, len_max, ask))
+                    Box::new(web::BlockingBody::new(what, all, len_max, ask))
                 }
             },
         };

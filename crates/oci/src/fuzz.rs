@@ -10,7 +10,7 @@ use crate::{
         index_artifact, referrer_digests, referrer_entries,
     },
     referrers,
-    settings::Settings,
+    settings::ImageSettings,
     toc::{self, CompressedToc},
 };
 
@@ -32,7 +32,7 @@ pub fn documents(bytes: &[u8]) -> usize {
     let listed = referrer_entries(bytes).map(drop);
     let told = referrer_digests(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
     let config = diff_ids(bytes, 1).map(|_| {
-        let _ = serde_json::from_slice(bytes).map(|config| Settings::of(&config));
+        let _ = serde_json::from_slice(bytes).map(|config| ImageSettings::of(&config));
     });
     let ours = ObjectBlobs::decode(bytes).map(drop);
     [document, artifact, listed, told, config, ours].iter().filter(|read| read.is_ok()).count()

@@ -32,7 +32,7 @@ use crate::{
     unpacked::{ReadLayers, Unpacked, digest_of, mislisted},
 };
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectId, ObjectStore, Result};
-use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
+use burgeon_image::builder::{self, BuildReport, Description, Gunzip, LayerLimits, Layers};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory,
@@ -55,10 +55,10 @@ impl Blobs {
         store: &impl ObjectStore,
         name: &str,
         work: &Work<'_>,
-    ) -> Result<Report> {
+    ) -> Result<BuildReport> {
         let all = Layers::new(LayerLimits::default());
-        let layers = self.fetch(resolved, work, &|coming| {
-            let Layer { digest, size, compression, .. } = coming.layer.clone();
+        let layers = self.fetch(resolved, work, &|layer_fetch| {
+            let Layer { digest, size, compression, .. } = layer_fetch.layer.clone();
             let spool = match self {
                 Self::Layout(_) => None,
                 Self::Registry(_) => Some(tempfile::tempfile_in(work.spool).map_err(|error| {
@@ -66,11 +66,11 @@ impl Blobs {
                 })?),
             };
             let spool = spool.map(Spool::of);
-            let (headers, spooled) = self.read_layer(coming, work.own, spool, |blob| {
-                let blob = coming.metered(blob, all.meter());
+            let (headers, spooled) = self.read_layer(layer_fetch, work.own, spool, |blob| {
+                let blob = layer_fetch.metered(blob, all.meter());
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let headers = all.headers(&mut archive)?;
-                coming.check(archive.digest()).map(|()| headers)
+                layer_fetch.check(archive.digest()).map(|()| headers)
             })?;
             let open: builder::OpenLayer = match (self, spooled) {
                 (Self::Layout(layout), _) => {
@@ -107,22 +107,22 @@ impl Blobs {
         tocs: Option<&Tocs>,
     ) -> Result<(Vec<Description>, Vec<Result<Restarts>>)> {
         let layers = Layers::new(LayerLimits::default());
-        let described = self.fetch(resolved, work, &|coming| {
-            let Layer { digest, size, compression, toc } = coming.layer;
+        let described = self.fetch(resolved, work, &|layer_fetch| {
+            let Layer { digest, size, compression, toc } = layer_fetch.layer;
             if let (Some(tocs), Some(place)) = (tocs, toc) {
-                let listed = toc::fetch(self, coming.layer, place).and_then(|stored| {
+                let listed = toc::fetch(self, layer_fetch.layer, place).and_then(|stored| {
                     let _one = tocs.one_at_a_time();
-                    let toc = toc::read(coming.layer, place, &stored)?;
-                    if !coming.is_repeated {
+                    let toc = toc::read(layer_fetch.layer, place, &stored)?;
+                    if !layer_fetch.is_repeated {
                         layers.meter().input(stored.len());
                     }
-                    let listed = layers.list(&toc.files, coming.number, work.options)?;
+                    let listed = layers.list(&toc.files, layer_fetch.number, work.options)?;
                     Ok((listed, Ok(toc.restarts)))
                 });
                 match listed {
                     Ok(listed) => {
                         tocs.used.fetch_add(1, Relaxed);
-                        (coming.count)(*size);
+                        (layer_fetch.count)(*size);
                         return Ok(listed);
                     }
                     Err(error) => tocs.refused(digest, &error),
@@ -130,7 +130,7 @@ impl Blobs {
             }
             let object = self.layer_object(digest)?;
             // A repeated layer is stored already.
-            let keep = keep.filter(|_| !coming.is_repeated);
+            let keep = keep.filter(|_| !layer_fetch.is_repeated);
             let partial = match keep {
                 Some(keep) => keep.own.partial(&object, *size)?,
                 None => None,
@@ -138,17 +138,18 @@ impl Blobs {
             // If another process is fetching the layer, this one uses a file of its own.
             let path = keep.map(|keep| match &partial {
                 Some(partial) => partial.path().to_owned(),
-                None => keep.scratch.join(format!("layer-{}", coming.number)),
+                None => keep.scratch.join(format!("layer-{}", layer_fetch.number)),
             });
             let spool = path.as_deref().map(|path| Spool::lasting(path, partial.as_ref()));
-            let described = self.read_layer(coming, work.own, spool.transpose()?, |blob| {
-                let blob = coming.metered(blob, layers.meter());
+            let described = self.read_layer(layer_fetch, work.own, spool.transpose()?, |blob| {
+                let blob = layer_fetch.metered(blob, layers.meter());
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
                 let mut recorder =
                     CountedPlaces::new(Recorder::new(blob, compression.codec())?, layers.meter());
                 let mut archive = Digesting::new(&mut recorder);
-                let description = layers.describe(&mut archive, coming.number, work.options)?;
-                coming.check(archive.digest())?;
+                let description =
+                    layers.describe(&mut archive, layer_fetch.number, work.options)?;
+                layer_fetch.check(archive.digest())?;
                 Ok((description, recorder.inner.finish(*size)))
             });
             let (described, _) = match described {
@@ -168,19 +169,19 @@ impl Blobs {
     /// Reads all layers to their end, and notes the digests of what they unpack to, whether or not
     /// the image states them, and whether their TOCs list what they hold.
     pub(crate) fn unpack(&self, resolved: &Resolved, work: &Work<'_>) -> Result<()> {
-        let read = |coming: &Coming<'_>| {
-            let toc = self.usable_toc(coming.layer)?;
-            let compression = coming.layer.compression;
+        let read = |layer_fetch: &LayerFetch<'_>| {
+            let toc = self.usable_toc(layer_fetch.layer)?;
+            let compression = layer_fetch.layer.compression;
             let unpack = |blob: &mut (dyn Read + Send)| {
                 let compare =
                     |archive: &mut dyn Read| toc.as_ref().and_then(|toc| mislisted(archive, toc));
                 let archive = decompressed(blob, compression)?;
                 let (digest, mislisted) = digest_of(archive, UNPACKED_MAX, compare)?;
-                coming.unpacked.get_or_init(|| digest);
-                mislisted.map(|what| coming.mislisted.get_or_init(|| what));
+                layer_fetch.unpacked.get_or_init(|| digest);
+                mislisted.map(|what| layer_fetch.mislisted.get_or_init(|| what));
                 Ok(())
             };
-            self.read_layer(coming, work.own, None, unpack)
+            self.read_layer(layer_fetch, work.own, None, unpack)
         };
         // A TOC takes memory until its layer is read.
         let has_toc = resolved.manifest.layers.iter().any(|layer| layer.toc.is_some());
@@ -206,7 +207,7 @@ impl Blobs {
         &self,
         resolved: &Resolved,
         work: &Work<'_>,
-        take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
+        take: &(dyn Fn(&LayerFetch<'_>) -> Result<T> + Sync),
     ) -> Result<Vec<T>> {
         self.fetch_in(LANES_MAX, resolved, work, take)
     }
@@ -217,7 +218,7 @@ impl Blobs {
         lanes: usize,
         resolved: &Resolved,
         work: &Work<'_>,
-        take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
+        take: &(dyn Fn(&LayerFetch<'_>) -> Result<T> + Sync),
     ) -> Result<Vec<T>> {
         let layers = &resolved.manifest.layers;
         // Those of a part of the image come first.
@@ -235,7 +236,7 @@ impl Blobs {
             let lane = || -> Result<()> {
                 while let Some(number) = numbers.get(next.fetch_add(1, Relaxed)).copied() {
                     let (layer, diff_id) = (&layers[number], diff_ids[number].as_ref());
-                    let coming = Coming {
+                    let layer_fetch = LayerFetch {
                         number: number as u32,
                         layer,
                         diff_id,
@@ -245,7 +246,7 @@ impl Blobs {
                         unpacked: OnceLock::new(),
                         mislisted: OnceLock::new(),
                     };
-                    let taken = take(&coming).inspect_err(|_| {
+                    let taken = take(&layer_fetch).inspect_err(|_| {
                         // The other lanes stop after their current layer.
                         next.store(numbers.len(), Relaxed);
                     })?;
@@ -277,12 +278,12 @@ impl Blobs {
     /// `spool` and then its location. New bytes are appended to `spool`, whose file is returned.
     fn read_layer<T>(
         &self,
-        coming: &Coming<'_>,
+        layer_fetch: &LayerFetch<'_>,
         own: Option<&Directory>,
         mut spool: Option<Spool<'_>>,
         look: impl FnOnce(&mut (dyn Read + Send)) -> Result<T>,
     ) -> Result<(T, Option<File>)> {
-        let Layer { digest, size, .. } = coming.layer;
+        let Layer { digest, size, .. } = layer_fetch.layer;
         let cannot = |error: Error| {
             Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
         };
@@ -291,14 +292,14 @@ impl Blobs {
         let is_stored = stored.is_some();
         let blob = match stored {
             Some(file) => Box::new(file),
-            None => self.rest(coming.layer, spool.as_ref()).map_err(cannot)?,
+            None => self.rest(layer_fetch.layer, spool.as_ref()).map_err(cannot)?,
         };
         if is_stored && let Some(spool) = &mut spool {
             // The stored layer is read and copied from its beginning.
             spool.empty()?;
         }
         let blob = Checked::new(blob, digest.clone(), *size);
-        let mut tee = Tee::new(blob, spool, coming.count);
+        let mut tee = Tee::new(blob, spool, layer_fetch.count);
         let looked_at = look(&mut tee);
         // An error in the bytes explains more than the decoder's error that it causes.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
@@ -310,7 +311,7 @@ impl Blobs {
             }
             return Err(error);
         }
-        coming.is_whole();
+        layer_fetch.is_whole();
         Ok((looked_at.map_err(cannot)?, tee.spool))
     }
 }
@@ -391,7 +392,7 @@ pub(crate) struct Keep<'a> {
 }
 
 /// A layer while it is fetched.
-struct Coming<'a> {
+struct LayerFetch<'a> {
     number: u32,
     layer: &'a Layer,
     diff_id: Option<&'a OciDigest>,
@@ -406,7 +407,7 @@ struct Coming<'a> {
     mislisted: OnceLock<String>,
 }
 
-impl Coming<'_> {
+impl LayerFetch<'_> {
     /// Tells that all bytes of the layer were those of its digest: only then does the digest of
     /// what they unpack to say something about it.
     fn is_whole(&self) {
@@ -466,7 +467,7 @@ mod tests {
     use burgeon_block::ObjectStore;
     use burgeon_source::{Directory, registry::OciDigest};
 
-    use super::{Coming, ReadLayers, Spool};
+    use super::{LayerFetch, ReadLayers, Spool};
     use crate::{
         blobs::Blobs,
         document::{Compression, Layer},
@@ -486,7 +487,7 @@ mod tests {
         let size = good.len() as u64;
         let layer = Layer { digest, size, compression: Compression::None, toc: None };
         let (count, read_layers) = (&|_| (), &ReadLayers::default());
-        let coming = Coming {
+        let layer_fetch = LayerFetch {
             number: 0,
             layer: &layer,
             diff_id: None,
@@ -502,7 +503,7 @@ mod tests {
                 let _ = io::copy(blob, &mut io::sink());
                 Ok(())
             };
-            blobs.read_layer(&coming, Some(&own), spool.map(Spool::of), look).map(drop)
+            blobs.read_layer(&layer_fetch, Some(&own), spool.map(Spool::of), look).map(drop)
         };
         // Every write to this file fails, as on a full disk.
         let full = || Some(File::options().write(true).open("/dev/full").unwrap());

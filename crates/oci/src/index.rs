@@ -14,8 +14,8 @@ use std::{collections::HashSet, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
-    Limits, Manifest,
-    builder::{self, Origin, Report},
+    Manifest, ManifestLimits,
+    builder::{self, BuildReport, Origin},
     catalog::{self, ImageRecord, NameForm, NamedPart, OciName, ReservedName},
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
@@ -140,7 +140,7 @@ fn make(
     (names, at): (&Names<'_>, &LayersAt),
     work: &Work<'_>,
     keep: Option<&Keep<'_>>,
-) -> Result<Result<Report>> {
+) -> Result<Result<BuildReport>> {
     let tocs = names.listed.map(|(_, tocs)| tocs);
     let (descriptions, restarts) = blobs.describe(resolved, work, keep, tocs)?;
     let restarts = match restarts.into_iter().collect::<Result<Vec<_>>>() {
@@ -197,7 +197,7 @@ pub(crate) fn store_layers(
     at: &LayersAt,
     work: &Work<'_>,
     tocs: Option<&Tocs>,
-) -> Result<Option<Report>> {
+) -> Result<Option<BuildReport>> {
     let lease = own.begin_write()?;
     let listed = resolved.name().form(NameForm::Tocs).to_string();
     let name = resolved.name().to_string();
@@ -274,7 +274,7 @@ fn derived_in(
     manifest: &burgeon_block::Digest,
 ) -> Result<Option<ObjectId>> {
     let bytes = catalog::load_bytes(store, manifest)?;
-    let objects = Manifest::decode_objects(&bytes, &Limits::default())?;
+    let objects = Manifest::decode_objects(&bytes, &ManifestLimits::default())?;
     Ok(objects.into_iter().find(|object| object.is(ObjectKind::Derived)))
 }
 
@@ -325,7 +325,7 @@ pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result
         Some(_) | None => {}
     }
     let bytes = catalog::load_bytes(store, &image.digest()?)?;
-    Manifest::decode_lacks_checksums(&bytes, &Limits::default())
+    Manifest::decode_lacks_checksums(&bytes, &ManifestLimits::default())
 }
 
 /// Bytes of the image with the manifest `digest` that can be read from stored layers in `store`,
@@ -509,8 +509,8 @@ fn read_parts(
     {
         return Err(corrupt("its table describes other layers than those of the image".to_owned()));
     }
-    let objects = Manifest::decode_objects(&manifest, &Limits::default())?;
-    if Manifest::decode_lacks_checksums(&manifest, &Limits::default())? {
+    let objects = Manifest::decode_objects(&manifest, &ManifestLimits::default())?;
+    if Manifest::decode_lacks_checksums(&manifest, &ManifestLimits::default())? {
         return Err(corrupt("its manifest has no digests of the image's data".to_owned()));
     }
     if objects != [derived_object(&table)?] {

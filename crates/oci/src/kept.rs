@@ -30,7 +30,7 @@ use serde_json::Value;
 use crate::{
     chain::chain_ids,
     document::{DescriptorExt, Document, Manifest, diff_ids, for_this_machine},
-    settings::Settings,
+    settings::ImageSettings,
 };
 
 /// Most bytes of the documents of one image. A process hands them over in one message of 4 MiB,
@@ -99,8 +99,8 @@ impl OciImage {
     }
 
     /// The settings for its programs.
-    pub fn settings(&self) -> Result<Settings> {
-        Settings::of(&self.config)
+    pub fn settings(&self) -> Result<ImageSettings> {
+        ImageSettings::of(&self.config)
     }
 }
 

@@ -69,7 +69,7 @@ impl Layout {
             Error::with_source(error.kind(), format!("cannot use {}", path.display()), error)
         });
         let Document::Index(index) = parsed? else {
-            let what = format!("{} is no index of images", path.display());
+            let what = format!("{} is not an index of images", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
         };
         let all = index.manifests();
@@ -123,7 +123,7 @@ impl Layout {
         file.take(DOCUMENT_MAX + 1).read_to_end(&mut before).map_err(|e| cannot_read(&path, e))?;
         check_len(&path, &before)?;
         let bad = || {
-            let what = format!("{} is no index of images", path.display());
+            let what = format!("{} is not an index of images", path.display());
             Error::new(ErrorKind::Corrupt, what)
         };
         let mut index: Value = serde_json::from_slice(&before).map_err(|_| bad())?;

@@ -41,7 +41,7 @@ use std::{panic::resume_unwind, path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
-    builder::{BuildOptions, OnProgress, Report},
+    builder::{BuildOptions, BuildReport, OnProgress},
     catalog::{self, ImageRecord, NameForm, NamedPart, OciName},
 };
 use burgeon_source::{
@@ -62,7 +62,7 @@ pub use self::{
     index::{Indexed, index, is_whole, layer_bytes, layer_list, stored_bytes, stored_layer_bytes},
     kept::{Documents, OciImage, OciLayer},
     push::{Pushed, push},
-    settings::Settings,
+    settings::ImageSettings,
     source::Source,
     tags::{PATIENCE, Pull, TagRecord, Tags, is_no_answer, never},
     unpacked::{DiffIdCheck, ReadLayers, Unpacked, Unpackings, unpack},
@@ -139,7 +139,7 @@ pub struct FoundImage {
     /// the store.
     pub image: ImageRecord,
     /// Report of the build, if the image was not in the store.
-    pub report: Option<Report>,
+    pub report: Option<BuildReport>,
     /// Origin of its data in the store.
     pub how: How,
     /// Digests of indexes among the image's referrers that are not trusted, so not used.
@@ -440,7 +440,7 @@ pub(crate) fn no_layers(source: &Source) -> Error {
 struct Made {
     image: ImageRecord,
     oci_digest: Option<OciDigest>,
-    report: Option<Report>,
+    report: Option<BuildReport>,
     how: How,
     unused: Vec<String>,
     notes: Vec<String>,
@@ -457,7 +457,7 @@ impl Made {
         Self { oci_digest: Some(digest.clone()), ..self }
     }
 
-    fn of(report: Report) -> Self {
+    fn of(report: BuildReport) -> Self {
         Self { report: Some(report.clone()), ..Self::known(report.image) }
     }
 
@@ -508,7 +508,7 @@ pub fn build(
     source: &Source,
     name: &str,
     work: &Work<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     let Some((blobs, selector)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return Archive::open(url, None)?.build(store, name, (work.options, None), work.building);

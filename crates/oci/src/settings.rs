@@ -14,7 +14,7 @@ const ENTRIES_MAX: usize = 4096;
 
 /// Settings of an image: each is empty if the image has none.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
-pub struct Settings {
+pub struct ImageSettings {
     /// The first arguments of the program.
     pub entrypoint: Vec<String>,
     /// The other arguments; the default for those of the user.
@@ -44,7 +44,7 @@ struct Config {
     stop_signal: Option<String>,
 }
 
-impl Settings {
+impl ImageSettings {
     /// The settings in the configuration `document`.
     pub(crate) fn of(document: &Value) -> Result<Self> {
         let invalid = |why: String| {
@@ -90,27 +90,27 @@ impl Settings {
 mod tests {
     use serde_json::{Value, json};
 
-    use super::{ENTRIES_MAX, Settings};
+    use super::{ENTRIES_MAX, ImageSettings};
 
     #[test]
     fn settings_are_read_and_null_is_absent() {
         let none = [json!({}), json!({ "config": null }), json!({ "config": { "Cmd": null } })];
         for config in none {
-            assert_eq!(Settings::of(&config).unwrap(), Settings::default());
+            assert_eq!(ImageSettings::of(&config).unwrap(), ImageSettings::default());
         }
         let config = json!({ "config": {
             "Entrypoint": ["/entry"], "Cmd": ["a"], "Env": ["A=", "B=x=y"], "User": "www:users",
             "WorkingDir": "/srv", "Volumes": { "/data": {}, "/more": null },
             "StopSignal": "SIGQUIT", "Labels": { "x": "y" },
         }});
-        let settings = Settings::of(&config).unwrap();
+        let settings = ImageSettings::of(&config).unwrap();
         assert_eq!((&*settings.user, &*settings.stop_signal), ("www:users", "SIGQUIT"));
         assert_eq!((settings.env, settings.volumes.len()), (vec!["A=".into(), "B=x=y".into()], 2));
     }
 
     #[test]
     fn settings_that_no_program_can_have_are_refused() {
-        let refused = |config: Value| Settings::of(&json!({ "config": config })).unwrap_err();
+        let refused = |config: Value| ImageSettings::of(&json!({ "config": config })).unwrap_err();
         for (config, said) in [
             (json!([]), "invalid"),
             (json!({ "Cmd": "sh" }), "invalid"),

@@ -24,7 +24,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_image::{catalog::ImageRecord, open_own};
 use burgeon_source::{
     registry::{Name, OciDigest},
-    web::Refusal,
+    web::AccessDenied,
 };
 use reqwest::Url;
 use rustix::fs::OFlags;
@@ -251,7 +251,7 @@ pub fn never(what: &str) -> Error {
 
 /// True if `error` means that the registry or store did not answer, so that a retry may help.
 pub fn is_no_answer(error: &Error) -> bool {
-    error.kind() == ErrorKind::Unavailable && error.cause::<Refusal>().is_none()
+    error.kind() == ErrorKind::Unavailable && error.cause::<AccessDenied>().is_none()
 }
 
 fn age(seconds: u64) -> String {

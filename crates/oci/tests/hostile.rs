@@ -11,7 +11,7 @@ use std::{
 };
 
 use burgeon_block::{BlockSource, ErrorKind};
-use burgeon_image::{Limits, builder::BuildOptions, catalog};
+use burgeon_image::{ManifestLimits, builder::BuildOptions, catalog};
 use burgeon_oci::{
     Documents, Found, How, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
     is_whole,
@@ -92,7 +92,7 @@ fn no_index_does_harm() {
             Ok(Found::Image(found)) => {
                 assert!(!is_whole(&victim, &found.image).unwrap(), "{seed}");
                 let digest = found.image.digest().unwrap();
-                catalog::load(&victim, &digest, &Limits::default()).unwrap();
+                catalog::load(&victim, &digest, &ManifestLimits::default()).unwrap();
                 taken += 1;
             }
             Ok(Found::Ours(name)) => panic!("{seed}: {name}"),

@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path, time::Duration};
 
-use burgeon_image::{Limits, builder::BuildOptions, catalog};
+use burgeon_image::{ManifestLimits, builder::BuildOptions, catalog};
 use burgeon_layer::{Stretch, TABLE_MAX, Table};
 use burgeon_oci::{
     Documents, Found, ImageForm, Pull, ReadLayers, Source, Tags, Work, find_or_build, index,
@@ -166,7 +166,8 @@ fn hostile_index(layout: &Path, rows: u64) {
     let table = table.encode().unwrap();
     assert!((table.len() as u64) < TABLE_MAX.min(64 << 10), "{}", table.len());
     // The manifest names its table by digest.
-    let mut manifest = burgeon_image::Manifest::decode(&part(0), &Limits::default()).unwrap();
+    let mut manifest =
+        burgeon_image::Manifest::decode(&part(0), &ManifestLimits::default()).unwrap();
     manifest.objects = vec![burgeon_source::derived_object(&table).unwrap()];
     let (manifest, _) = manifest.encode(1).unwrap();
     for (n, bytes) in [&manifest, &table].into_iter().enumerate() {

@@ -22,7 +22,7 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 use crate::{
     keys::NamesInUse,
-    model::Remote,
+    model::RemoteLayer,
     remote::{self, LayerChain, Layers},
 };
 
@@ -48,7 +48,7 @@ impl Chains {
 
     /// Why nothing more may be made above the chain: the first source that is refused, and whether
     /// all are.
-    pub(crate) fn refused(&self, remote: &Remote) -> Option<(String, bool)> {
+    pub(crate) fn refused(&self, remote: &RemoteLayer) -> Option<(String, bool)> {
         let mut refused: Vec<_> =
             remote.sources.iter().filter_map(|source| self.layers.refused(source)).collect();
         let is_all = refused.len() == remote.sources.len();
@@ -76,17 +76,17 @@ impl Chains {
     }
 
     /// The mount of the native container `id` above a chain, which is mounted if it is not.
-    pub(crate) fn native(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
+    pub(crate) fn native(&self, id: u64, remote: &RemoteLayer) -> Result<PathBuf> {
         self.mounted_by(id, remote, true)
     }
 
     /// The mount of snapshot `id`, which is mounted if it is not. Each source is tried that is not
     /// refused.
-    pub(crate) fn mounted(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
+    pub(crate) fn mounted(&self, id: u64, remote: &RemoteLayer) -> Result<PathBuf> {
         self.mounted_by(id, remote, false)
     }
 
-    fn mounted_by(&self, id: u64, remote: &Remote, is_native: bool) -> Result<PathBuf> {
+    fn mounted_by(&self, id: u64, remote: &RemoteLayer, is_native: bool) -> Result<PathBuf> {
         let name = id.to_string();
         let at = self.folder.join(&name);
         let busy = || {

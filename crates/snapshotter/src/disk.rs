@@ -52,7 +52,7 @@ impl RootAttributes {
         let failed = |e| Error::io(format!("cannot look at {}", folder.display()), e);
         let found = folder.symlink_metadata().map_err(failed)?;
         if !found.is_dir() {
-            let what = format!("{} is no directory", folder.display());
+            let what = format!("{} is not a directory", folder.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         Ok(Self { uid: found.uid(), gid: found.gid(), mode: found.mode() & 0o7777 })

@@ -32,4 +32,4 @@ mod walk;
 pub use containers::{Containers, matches, repository};
 pub use disk::{Loaded, read};
 pub use server::{Socket, serve};
-pub use snapshotter::{Answer, Failure, Snapshotter};
+pub use snapshotter::{CallError, CallResult, Snapshotter};

@@ -70,7 +70,7 @@ pub struct Usage {
 
 /// The places that a chain can be mounted from, the first one that was claimed first.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Remote {
+pub struct RemoteLayer {
     /// References as `Layers::mount` of `remote.rs` takes them.
     pub sources: Vec<String>,
 }
@@ -106,7 +106,7 @@ pub struct Snapshot {
     pub usage: Option<Usage>,
     /// The place of its files, if they were never unpacked here.
     #[serde(default)]
-    pub remote: Option<Remote>,
+    pub remote: Option<RemoteLayer>,
     /// Why a layer that containerd asked for by its chain ID was unpacked.
     #[serde(default)]
     pub why_local: Option<String>,
@@ -274,7 +274,7 @@ impl Snapshots {
         Ok(Snapshot {
             kind: SnapshotKind::Committed,
             usage: Some(Usage::default()),
-            remote: Some(Remote { sources: vec![source] }),
+            remote: Some(RemoteLayer { sources: vec![source] }),
             ..planned
         })
     }

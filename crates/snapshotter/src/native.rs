@@ -19,9 +19,9 @@ use rustix::fs::statvfs;
 use crate::{
     api, difference,
     disk::RootAttributes,
-    model::{Labels, Native, Remote, Snapshot, SnapshotKind, Usage},
+    model::{Labels, Native, RemoteLayer, Snapshot, SnapshotKind, Usage},
     overlay, remote,
-    snapshotter::{Answer, Snapshotter},
+    snapshotter::{CallResult, Snapshotter},
 };
 
 /// Disk space that is reserved for the writes of each native container.
@@ -64,7 +64,7 @@ impl Snapshotter {
     }
 
     /// Makes a native container, after its record was written; its mounts.
-    pub(crate) fn mount_new_native(&self, snapshot: &Snapshot) -> Answer<Vec<api::Mount>> {
+    pub(crate) fn mount_new_native(&self, snapshot: &Snapshot) -> CallResult<Vec<api::Mount>> {
         let mounts = self.native_mounts(snapshot)?;
         let used = used(&self.native_at(snapshot.id))?;
         let _taken = self.take(&[&snapshot.name], None)?;
@@ -78,7 +78,7 @@ impl Snapshotter {
     }
 
     /// The mounts of a native container, which is mounted if it is not.
-    pub(crate) fn native_mounts(&self, snapshot: &Snapshot) -> Answer<Vec<api::Mount>> {
+    pub(crate) fn native_mounts(&self, snapshot: &Snapshot) -> CallResult<Vec<api::Mount>> {
         let (chains, remote) = (self.chains()?, self.remote_parent(snapshot)?);
         let at = chains.native(snapshot.id, &remote)?;
         Ok(vec![overlay::bind(&at, "rw", &snapshot.labels)])
@@ -88,7 +88,7 @@ impl Snapshotter {
         self.disk.chains().join(id.to_string())
     }
 
-    fn remote_parent(&self, snapshot: &Snapshot) -> Answer<Remote> {
+    fn remote_parent(&self, snapshot: &Snapshot) -> CallResult<RemoteLayer> {
         let all = self.lock();
         let parent = snapshot.parent.as_deref().map(|parent| all.get(parent)).transpose()?;
         let missing = || {
@@ -111,7 +111,7 @@ impl Snapshotter {
     }
 
     /// Mounts what [`Self::write_difference`] reads.
-    pub(crate) fn ready_to_commit(&self, snapshot: &Snapshot) -> Answer<PathBuf> {
+    pub(crate) fn ready_to_commit(&self, snapshot: &Snapshot) -> CallResult<PathBuf> {
         self.native_mounts(snapshot)?;
         let below = self.below(&snapshot.name, 1)?;
         let missing = || Error::new(ErrorKind::Corrupt, "a native container lies on no chain");

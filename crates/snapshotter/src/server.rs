@@ -48,7 +48,7 @@ impl Socket {
         }
         if let Ok(found) = path.symlink_metadata() {
             if !found.file_type().is_socket() {
-                let what = format!("{} is no socket: move it away", path.display());
+                let what = format!("{} is not a socket: move it away", path.display());
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             if Blocking::connect(path).is_ok() {

@@ -22,7 +22,7 @@ use crate::{
     api::{self, SERVICE},
     filter::Filter,
     model::{Labels, Refusal, Snapshot, SnapshotKind},
-    snapshotter::{Answer, Failure, Snapshotter},
+    snapshotter::{CallError, CallResult, Snapshotter},
 };
 
 /// The longest message in either direction, in bytes: that of containerd.
@@ -114,7 +114,7 @@ impl Service {
     async fn call<M, A>(
         self,
         request: http::Request<Incoming>,
-        run: fn(&Snapshotter, M) -> Answer<A>,
+        run: fn(&Snapshotter, M) -> CallResult<A>,
     ) -> http::Response<Body>
     where
         M: prost::Message + Default + 'static,
@@ -157,7 +157,7 @@ impl Service {
     /// Runs a call that blocks.
     async fn run<A: Send + 'static>(
         &self,
-        run: impl FnOnce(&Snapshotter) -> Answer<A> + Send + 'static,
+        run: impl FnOnce(&Snapshotter) -> CallResult<A> + Send + 'static,
     ) -> Result<A, Status> {
         let over = |_| Status::unavailable("the snapshotter ends");
         // First, so that a call that waits for it takes no thread from the others.
@@ -209,13 +209,13 @@ fn create(
     all: &Snapshotter,
     kind: SnapshotKind,
     request: api::CreateRequest,
-) -> Answer<api::MountsResponse> {
+) -> CallResult<api::MountsResponse> {
     let labels = Labels::from_iter(request.labels);
     let mounts = all.create(kind, &request.key, given(&request.parent), labels)?;
     Ok(api::MountsResponse { mounts })
 }
 
-fn update(all: &Snapshotter, request: api::UpdateRequest) -> Answer<api::InfoResponse> {
+fn update(all: &Snapshotter, request: api::UpdateRequest) -> CallResult<api::InfoResponse> {
     let missing = || Refusal::Invalid("the request names no snapshot".into());
     let wanted = request.info.ok_or_else(missing)?;
     let paths = request.update_mask.map(|mask| mask.paths).unwrap_or_default();
@@ -244,15 +244,15 @@ fn info(snapshot: Snapshot) -> api::Info {
 }
 
 /// containerd decides by these codes.
-fn status(failure: &Failure) -> Status {
+fn status(failure: &CallError) -> Status {
     let code = match failure {
-        Failure::Refused(Refusal::NotFound(_)) => Code::NotFound,
-        Failure::Refused(Refusal::Exists(_)) => Code::AlreadyExists,
-        Failure::Refused(Refusal::Precondition(_)) => Code::FailedPrecondition,
-        Failure::Refused(Refusal::Invalid(_)) => Code::InvalidArgument,
-        Failure::Refused(Refusal::Full(_)) => Code::ResourceExhausted,
-        Failure::Busy(_) => Code::Unavailable,
-        Failure::Failed(error) => match error.kind() {
+        CallError::Refused(Refusal::NotFound(_)) => Code::NotFound,
+        CallError::Refused(Refusal::Exists(_)) => Code::AlreadyExists,
+        CallError::Refused(Refusal::Precondition(_)) => Code::FailedPrecondition,
+        CallError::Refused(Refusal::Invalid(_)) => Code::InvalidArgument,
+        CallError::Refused(Refusal::Full(_)) => Code::ResourceExhausted,
+        CallError::Busy(_) => Code::Unavailable,
+        CallError::Failed(error) => match error.kind() {
             ErrorKind::Invalid => Code::InvalidArgument,
             ErrorKind::NoSpace => Code::ResourceExhausted,
             ErrorKind::Unavailable => Code::Unavailable,

@@ -28,7 +28,7 @@ use crate::{
     disk::{Disk, RootAttributes},
     filter::Filter,
     keys::{NamesInUse, Taken},
-    model::{Labels, Native, Refusal, Remote, Snapshot, SnapshotKind, Snapshots, Usage},
+    model::{Labels, Native, Refusal, RemoteLayer, Snapshot, SnapshotKind, Snapshots, Usage},
     overlay,
     remote::{self, CLAIM_TIME, LayerChain, Layers},
     walk,
@@ -36,7 +36,7 @@ use crate::{
 
 /// The reason why a call did not succeed.
 #[derive(Debug)]
-pub enum Failure {
+pub enum CallError {
     /// The request does not fit the snapshots.
     Refused(Refusal),
     /// This host failed.
@@ -45,20 +45,20 @@ pub enum Failure {
     Busy(String),
 }
 
-impl From<Refusal> for Failure {
+impl From<Refusal> for CallError {
     fn from(refusal: Refusal) -> Self {
         Self::Refused(refusal)
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for CallError {
     fn from(error: Error) -> Self {
         Self::Failed(error)
     }
 }
 
 /// A result of a call.
-pub type Answer<T> = std::result::Result<T, Failure>;
+pub type CallResult<T> = std::result::Result<T, CallError>;
 
 /// All snapshots below one root.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ pub struct Snapshotter {
 #[derive(Debug)]
 pub(crate) struct Below {
     local: Vec<u64>,
-    remote: Option<(u64, Remote)>,
+    remote: Option<(u64, RemoteLayer)>,
 }
 
 /// Tells the thread that empties the trash that something is in it.
@@ -149,7 +149,7 @@ impl Snapshotter {
         key: &str,
         parent: Option<&str>,
         labels: Labels,
-    ) -> Answer<Vec<api::Mount>> {
+    ) -> CallResult<Vec<api::Mount>> {
         let why_local = match labels.get(remote::REF).cloned() {
             Some(chain) if kind == SnapshotKind::Active => {
                 self.lock().check_create(key, parent, &labels)?;
@@ -163,7 +163,7 @@ impl Snapshotter {
         match self.choose_native(kind, key, parent, &labels) {
             Ok(()) => {
                 let made = self.create_as(kind, key, parent, (labels.clone(), None, None), true);
-                let Err(Failure::Failed(error)) = made else { return made };
+                let Err(CallError::Failed(error)) = made else { return made };
                 tracing::warn!(%key, %error, "a container cannot be native");
                 let why = Some(error.to_string());
                 self.create_as(kind, key, parent, (labels, None, why), false)
@@ -180,7 +180,7 @@ impl Snapshotter {
         parent: Option<&str>,
         (labels, why_local, why_overlay): (Labels, Option<String>, Option<String>),
         is_native: bool,
-    ) -> Answer<Vec<api::Mount>> {
+    ) -> CallResult<Vec<api::Mount>> {
         // Before names are taken, because it may wait for a network.
         let above = match parent {
             Some(parent) => {
@@ -230,7 +230,7 @@ impl Snapshotter {
         chain: &str,
         parent: Option<&str>,
         labels: &Labels,
-    ) -> Answer<std::result::Result<(), String>> {
+    ) -> CallResult<std::result::Result<(), String>> {
         let Some(chains) = &self.chains else { return Ok(Err("all layers are local".into())) };
         let claimed =
             LayerChain::of(chain, labels).and_then(|wanted| chains.claim(CLAIM_TIME, wanted));
@@ -256,11 +256,11 @@ impl Snapshotter {
     }
 
     /// The mounts of an active snapshot or a view.
-    pub fn mounts(&self, key: &str) -> Answer<Vec<api::Mount>> {
+    pub fn mounts(&self, key: &str) -> CallResult<Vec<api::Mount>> {
         self.mounts_of(&self.stat(key)?)
     }
 
-    fn mounts_of(&self, snapshot: &Snapshot) -> Answer<Vec<api::Mount>> {
+    fn mounts_of(&self, snapshot: &Snapshot) -> CallResult<Vec<api::Mount>> {
         if snapshot.kind == SnapshotKind::Committed {
             let what = format!("{:?} is committed, and has no mounts", snapshot.name);
             return Err(Refusal::Precondition(what).into());
@@ -275,7 +275,7 @@ impl Snapshotter {
     }
 
     /// The snapshot and those below it but the first `skip`, down to the first remote one.
-    pub(crate) fn below(&self, name: &str, skip: usize) -> Answer<Below> {
+    pub(crate) fn below(&self, name: &str, skip: usize) -> CallResult<Below> {
         let all = self.lock();
         let mut below = Below { local: Vec::new(), remote: None };
         for snapshot in all.lineage(name)?.into_iter().skip(skip) {
@@ -292,7 +292,7 @@ impl Snapshotter {
 
     /// Refuses a chain of which a layer is not what its image states. If another source is left and
     /// nothing is made above the chain, it is unmounted, to be mounted from there.
-    fn check_remote(&self, below: &Below) -> Answer<()> {
+    fn check_remote(&self, below: &Below) -> CallResult<()> {
         let (Some((id, remote)), Some(chains)) = (&below.remote, &self.chains) else {
             return Ok(());
         };
@@ -321,7 +321,7 @@ impl Snapshotter {
     }
 
     /// Their folders, the nearest first. Mounts the remote chain if it is not mounted.
-    pub(crate) fn folders(&self, below: Below) -> Answer<Vec<PathBuf>> {
+    pub(crate) fn folders(&self, below: Below) -> CallResult<Vec<PathBuf>> {
         let mut folders: Vec<_> = below.local.iter().map(|id| self.disk.layer(*id)).collect();
         if let Some((id, remote)) = &below.remote {
             folders.push(self.chains()?.mounted(*id, remote)?);
@@ -341,7 +341,7 @@ impl Snapshotter {
         name: &str,
         parent: Option<&str>,
         labels: Labels,
-    ) -> Answer<()> {
+    ) -> CallResult<()> {
         let active = self.stat(key)?;
         let before = match active.native.is_some() && active.kind == SnapshotKind::Active {
             true => Some(self.ready_to_commit(&active)?),
@@ -366,7 +366,7 @@ impl Snapshotter {
     }
 
     /// Removes a snapshot. Its files are deleted later.
-    pub fn remove(&self, key: &str) -> Answer<()> {
+    pub fn remove(&self, key: &str) -> CallResult<()> {
         let _taken = self.take(&[key], None)?;
         let snapshot = self.lock().plan_remove(key)?;
         self.disk.remove_record(snapshot.id)?;
@@ -382,12 +382,12 @@ impl Snapshotter {
     }
 
     /// The snapshot with this name.
-    pub fn stat(&self, key: &str) -> Answer<Snapshot> {
+    pub fn stat(&self, key: &str) -> CallResult<Snapshot> {
         Ok(self.lock().get(key)?.clone())
     }
 
     /// Changes labels, and returns the changed snapshot.
-    pub fn update(&self, name: &str, labels: &Labels, paths: &[String]) -> Answer<Snapshot> {
+    pub fn update(&self, name: &str, labels: &Labels, paths: &[String]) -> CallResult<Snapshot> {
         let _taken = self.take(&[name], None)?;
         let snapshot = self.lock().plan_update(name, labels, paths, SystemTime::now())?;
         self.disk.write(&snapshot)?;
@@ -401,7 +401,7 @@ impl Snapshotter {
     }
 
     /// The disk space of a snapshot alone; of a committed one as it was measured then.
-    pub fn usage(&self, key: &str) -> Answer<Usage> {
+    pub fn usage(&self, key: &str) -> CallResult<Usage> {
         let snapshot = self.stat(key)?;
         if let Some(usage) = snapshot.usage {
             return Ok(usage);
@@ -441,10 +441,10 @@ impl Snapshotter {
         Ok(attributes)
     }
 
-    pub(crate) fn take(&self, alone: &[&str], shared: Option<&str>) -> Answer<Taken<'_>> {
+    pub(crate) fn take(&self, alone: &[&str], shared: Option<&str>) -> CallResult<Taken<'_>> {
         let busy = || {
             let what = format!("another call about {:?} takes too long: try again", alone[0]);
-            Failure::Busy(what)
+            CallError::Busy(what)
         };
         self.keys.take(alone, shared).ok_or_else(busy)
     }
@@ -492,14 +492,14 @@ impl Trash {
     }
 }
 
-impl Failure {
+impl CallError {
     /// True if the failure is one of this host, and so belongs into the log.
     pub fn is_of_host(&self) -> bool {
         !matches!(self, Self::Refused(_))
     }
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for CallError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Refused(refusal) => refusal.fmt(f),
@@ -509,7 +509,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-impl Failure {
+impl CallError {
     /// The kind of an error of this host.
     pub fn kind(&self) -> Option<ErrorKind> {
         match self {

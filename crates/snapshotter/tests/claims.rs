@@ -13,7 +13,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_snapshotter::{
-    Answer, Failure, Snapshotter, api,
+    CallError, CallResult, Snapshotter, api,
     filter::Filter,
     model::{Labels, Refusal, SnapshotKind},
     remote::{LayerChain, Layers},
@@ -83,12 +83,12 @@ fn prepare(
     parent: Option<&str>,
     chain: &str,
     image: &str,
-) -> Answer<Vec<api::Mount>> {
+) -> CallResult<Vec<api::Mount>> {
     all.create(SnapshotKind::Active, key, parent, labels(chain, image))
 }
 
-fn exists<T: std::fmt::Debug>(answer: Answer<T>) -> bool {
-    matches!(answer, Err(Failure::Refused(Refusal::Exists(_))))
+fn exists<T: std::fmt::Debug>(answer: CallResult<T>) -> bool {
+    matches!(answer, Err(CallError::Refused(Refusal::Exists(_))))
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn a_source_that_is_not_what_it_states_is_refused() {
         refused
     };
     let refused = container("container");
-    assert!(matches!(refused, Failure::Refused(Refusal::Precondition(_))), "{refused}");
+    assert!(matches!(refused, CallError::Refused(Refusal::Precondition(_))), "{refused}");
     assert!(refused.to_string().contains("forged/app#c1 is forged"), "{refused}");
     // Another source of the chain is asked instead of it.
     assert!(exists(prepare(&all, "k", None, "c1", "r/app")));

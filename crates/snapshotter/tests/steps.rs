@@ -11,12 +11,12 @@ use std::{
 };
 
 use burgeon_snapshotter::{
-    Failure, Snapshotter,
+    CallError, Snapshotter,
     filter::Filter,
     model::{Labels, Refusal, SnapshotKind},
 };
 
-type Call = fn(&Snapshotter) -> Result<(), Failure>;
+type Call = fn(&Snapshotter) -> Result<(), CallError>;
 
 fn labels(value: &str) -> Labels {
     Labels::from([("l".to_owned(), value.to_owned())])
@@ -125,7 +125,7 @@ fn a_damaged_record_is_named_and_keeps_its_folder() {
         let all = Snapshotter::open(&root).unwrap();
         assert_eq!(burgeon_snapshotter::read(&root).unwrap().damaged.len(), 1);
         let refused = all.mounts("c").unwrap_err();
-        assert!(matches!(&refused, Failure::Refused(Refusal::Precondition(_))), "{refused}");
+        assert!(matches!(&refused, CallError::Refused(Refusal::Precondition(_))), "{refused}");
         assert!(refused.to_string().contains("below"), "{refused}");
         assert!(root.join("snapshots").join(below.to_string()).join("fs").is_dir());
         let other = all.create(SnapshotKind::Active, "other", None, Labels::new());

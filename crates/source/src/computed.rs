@@ -21,7 +21,7 @@ impl Pattern {
             Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "{object} is no computed object: there are zeros, byte-XX and block-number"
+                    "{object} is not a computed object: there are zeros, byte-XX and block-number"
                 ),
             )
         };

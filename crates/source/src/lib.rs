@@ -52,7 +52,7 @@ pub use form::Form;
 pub use location::{Location, RemoteUrl};
 pub use partial::Partial;
 pub use reference::Reference;
-pub use remote::{Remote, Traffic, default_file_of_google};
+pub use remote::{RemoteStore, Traffic, default_file_of_google};
 pub use store::Store;
 
 /// Longest range of one read: 64 MiB. A chunk is at most 256 KiB; this leaves room for fetching

@@ -79,7 +79,7 @@ impl Location {
             // `s3:/bucket` and `https:host` are typos, not folders.
             let scheme = text.split(':').next().unwrap_or_default();
             if text.contains(':') && (scheme == "file" || Scheme::of(scheme).is_some()) {
-                return Err(invalid(format!("after {scheme}: come two slashes: {scheme}://…")));
+                return Err(invalid(format!("write {scheme}://… with two slashes")));
             }
             let path = std::path::absolute(text)
                 .map_err(|e| Error::io(format!("cannot find the store {text:?}"), e))?;
@@ -89,7 +89,7 @@ impl Location {
             return file_url(rest).map(Self::Folder);
         }
         let Some(scheme) = Scheme::of(scheme) else {
-            return Err(invalid(format!("there are no stores at {scheme}://, but {SCHEMES}")));
+            return Err(invalid(format!("unsupported store URL {scheme}://: use {SCHEMES}")));
         };
         RemoteUrl::parse(scheme, text).map(Self::Remote)
     }

@@ -29,7 +29,7 @@ impl OwnFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 let what = format!(
-                    "{} is no folder, or a symlink, which Burgeon does not follow in a store: put a \
+                    "{} is not a folder, or a symlink, which Burgeon does not follow in a store: put a \
                      folder in its place",
                     path.display()
                 );
@@ -62,7 +62,7 @@ impl OwnFolder {
         entries.map(|entry| entry.map(|entry| entry.file_name()).map_err(&failed)).collect()
     }
 
-    /// What `with` makes of each entry. `verb` is for errors.
+    /// The results of `with` for all entries. `verb` is for errors.
     pub(crate) fn each<T>(
         &self,
         verb: &str,

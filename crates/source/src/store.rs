@@ -3,7 +3,7 @@ use std::path::Path;
 use burgeon_block::{BlockSource, ByteRange, Collecting, Lease, ObjectId, ObjectStore, Result};
 use bytes::Bytes;
 
-use crate::{Access, Directory, Location, Remote, registry::Artifact};
+use crate::{Access, Directory, Location, RemoteStore, registry::Artifact};
 
 /// A store of any kind. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -11,7 +11,7 @@ pub enum Store {
     /// A local folder.
     Directory(Directory),
     /// A bucket or a web server.
-    Remote(Remote),
+    Remote(RemoteStore),
     /// One image in a registry.
     Artifact(Artifact),
 }
@@ -21,7 +21,7 @@ impl Store {
     pub fn open(location: &Location, access: &Access) -> Result<Self> {
         match location {
             Location::Folder(path) => Directory::open(path).map(Self::Directory),
-            Location::Remote(url) => Remote::open(url, access).map(Self::Remote),
+            Location::Remote(url) => RemoteStore::open(url, access).map(Self::Remote),
             Location::Registry(name) => Artifact::open(name, access).map(Self::Artifact),
         }
     }

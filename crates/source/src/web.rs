@@ -1,7 +1,7 @@
 //! HTTP requests with retries, and bodies that resume.
 //!
 //! ```text
-//!   send: retries until there is an answer ──► Body: reads it; requests the rest if it breaks off
+//!   send: retries until there is an answer ──► BlockingBody: reads it; resumes if it breaks off
 //! ```
 //!
 //! Invariants: waits, bodies and retries have bounds; an error quotes little of a server's answer;
@@ -297,15 +297,15 @@ fn chain<'a>(
 
 /// Why a registry or store denies access: a definite answer, unlike silence or a server error.
 #[derive(Debug)]
-pub struct Refusal(pub(crate) String);
+pub struct AccessDenied(pub(crate) String);
 
-impl fmt::Display for Refusal {
+impl fmt::Display for AccessDenied {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl error::Error for Refusal {}
+impl error::Error for AccessDenied {}
 
 /// The error for an answer that is not a success.
 pub fn refused(what: &str, status: StatusCode) -> Error {
@@ -318,7 +318,7 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
             return Error::with_source(
                 ErrorKind::Unavailable,
                 format!("cannot {what}"),
-                Refusal(why),
+                AccessDenied(why),
             );
         }
         StatusCode::METHOD_NOT_ALLOWED => (
@@ -349,7 +349,7 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
 }
 
 /// The body of an answer, read by blocking this thread.
-pub struct Body<F> {
+pub struct BlockingBody<F> {
     what: String,
     /// Requests the rest of the body, from this offset on.
     ask: F,
@@ -361,7 +361,7 @@ pub struct Body<F> {
     slow: u32,
 }
 
-impl<F: FnMut(u64) -> Result<Response>> Body<F> {
+impl<F: FnMut(u64) -> Result<Response>> BlockingBody<F> {
     /// The body of `answer`, of at most `len_max` bytes; `ask(offset)` requests the rest if it
     /// breaks off. `what` names the operation, for errors.
     pub fn new(what: String, answer: Response, len_max: u64, ask: F) -> Self {
@@ -428,7 +428,7 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
     }
 }
 
-impl<F: FnMut(u64) -> Result<Response>> Read for Body<F> {
+impl<F: FnMut(u64) -> Result<Response>> Read for BlockingBody<F> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         if self.part.is_empty() {
             self.next_part().map_err(io::Error::other)?;

@@ -11,7 +11,7 @@ use std::{
 };
 
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
-use burgeon_source::{Access, Directory, Location, Remote, Store};
+use burgeon_source::{Access, Directory, Location, RemoteStore, Store};
 use bytes::Bytes;
 use testkit::{Fault, Proxy, Rng, S3, Shape, WebServer};
 use tokio::runtime::Runtime;
@@ -30,7 +30,7 @@ fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-fn remote(location: &str, access: &Access) -> Remote {
+fn remote(location: &str, access: &Access) -> RemoteStore {
     match Store::open(&Location::parse(location).unwrap(), access).unwrap() {
         Store::Remote(remote) => remote,
         _ => panic!("{location} is no remote store"),
@@ -63,7 +63,7 @@ impl Web {
         Self { folder, server, proxy, data }
     }
 
-    fn open(&self) -> Remote {
+    fn open(&self) -> RemoteStore {
         remote(&format!("http://{}/sto%20re/", self.proxy.address()), &Access::default())
     }
 
@@ -109,7 +109,7 @@ fn a_web_server_is_read_and_never_written() {
 fn every_fault_gives_its_error_kind_or_has_no_effect() {
     let (web, runtime) = (Web::new(), runtime());
     let wanted = range(1000, 150_000);
-    let read = |store: &Remote| runtime.block_on(store.read(&id("packs/a"), wanted));
+    let read = |store: &RemoteStore| runtime.block_on(store.read(&id("packs/a"), wanted));
     for (fault, kind, said) in [
         (Fault::Reset, ErrorKind::Unavailable, "broke off"),
         (Fault::Truncate, ErrorKind::Unavailable, "broke off"),

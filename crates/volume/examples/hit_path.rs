@@ -13,8 +13,8 @@ mod counting;
 use std::{path::Path, sync::Arc, time::Instant};
 
 use burgeon_block::{BLOCK_SIZE, Error, Pages};
-use burgeon_cache::{Amount, Cache, Domain, Owner, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, LazyDevice, Limits};
+use burgeon_cache::{Amount, Cache, CacheSettings, ChunkOwner, Domain, policy::Clock};
+use burgeon_volume::{CacheAccess, LazyDevice, VolumeLimits};
 use common::{Image, Source, TestVolume, hit, image};
 
 #[global_allocator]
@@ -27,13 +27,13 @@ fn measure(
     reads: u64,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Arc::new(Cache::open(folder, settings, Box::<Clock>::default())?);
     // As a server has it.
-    let owner = Owner { image: "image".to_owned(), store: "store".to_owned() };
+    let owner = ChunkOwner { image: "image".to_owned(), store: "store".to_owned() };
     let access = CacheAccess { store: cache.for_owner(&owner), domain: Domain::PUBLIC };
     let (map, source) = (Arc::clone(&image.map), Source::of(image));
-    let volume = TestVolume::new(map, source, access, Limits::default());
+    let volume = TestVolume::new(map, source, access, VolumeLimits::default());
     let progress = runtime.block_on(async { volume.fill().ended().await });
     if progress.done_bytes != progress.total_bytes {
         return Err(format!("the image could not be filled: {progress:?}").into());

@@ -10,7 +10,7 @@ use crate::{
     Budget, Fill, ProfilePrefetch, Recording, VirtualArea, Volume,
     budget::spent,
     read_log::ReadLog,
-    waits::{Told, Wait, Waits},
+    waits::{Wait, WaitRecord, Waits},
 };
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
@@ -349,9 +349,9 @@ where
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let range = self.check(offset, buf)?;
-        let (begun, told) = (Instant::now(), Told::default());
-        let result = self.read_parts(range, buf, &told).await;
-        self.waits.note(range, begun.elapsed(), &told, &result);
+        let (begun, record) = (Instant::now(), WaitRecord::default());
+        let result = self.read_parts(range, buf, &record).await;
+        self.waits.note(range, begun.elapsed(), &record, &result);
         result
     }
 }
@@ -362,7 +362,12 @@ where
     F: LocalFile + 'static,
     C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
-    async fn read_parts(&self, range: ByteRange, buf: &mut [u8], told: &Told) -> Result<()> {
+    async fn read_parts(
+        &self,
+        range: ByteRange,
+        buf: &mut [u8],
+        record: &WaitRecord,
+    ) -> Result<()> {
         let (mut at, offset) = (range.start(), range.start());
         while at < range.end() {
             let (kind, piece) = self.region(at, range);
@@ -374,7 +379,7 @@ where
             } else if let (Region::Virtual, Some(area)) = (&kind, &self.area) {
                 area.area.read(area.offsets(piece), out, &self.counters).await?;
             } else if matches!(kind, Region::Lazy) {
-                self.volume.read_and_tell(piece, out, &self.counters, told).await?;
+                self.volume.read_and_tell(piece, out, &self.counters, record).await?;
             } else {
                 self.fill_now(&kind, piece, out, true)?;
             }

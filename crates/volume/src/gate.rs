@@ -19,7 +19,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind};
 use tokio::time::Instant;
 
-use crate::{CacheState, Limits};
+use crate::{CacheState, VolumeLimits};
 
 enum State {
     Open,
@@ -34,7 +34,7 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    pub(crate) fn new(limits: &Limits) -> Self {
+    pub(crate) fn new(limits: &VolumeLimits) -> Self {
         let (pause_min, pause_max) = (limits.no_space_pause_min, limits.no_space_pause_max);
         Self { state: Mutex::new(State::Open), pause_min, pause_max }
     }
@@ -93,7 +93,7 @@ mod tests {
     use tokio::time::{Duration, Instant, advance};
 
     use super::Gate;
-    use crate::{CacheState, Limits};
+    use crate::{CacheState, VolumeLimits};
 
     fn full() -> Error {
         Error::new(ErrorKind::NoSpace, "full")
@@ -101,7 +101,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_pause_doubles_until_space_is_back() {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let gate = Gate::new(&limits);
         let mut pause = limits.no_space_pause_min;
         for _ in 0..10 {
@@ -122,7 +122,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_failed_file_is_not_written_again() {
-        let gate = Gate::new(&Limits::default());
+        let gate = Gate::new(&VolumeLimits::default());
         gate.close(&Error::new(ErrorKind::LocalIo, "broken"));
         gate.close(&full());
         gate.written();

@@ -45,7 +45,7 @@ mod verify;
 mod volume;
 mod waits;
 
-pub use area::{AreaStatus, OpenChecksums, OpenImage, VirtualArea};
+pub use area::{AreaHealth, OpenChecksums, OpenImage, VirtualArea};
 pub use background::{
     Fill, FillProgress, FillState, PrefetchedBytes, ProfilePrefetch, ProfileProgress, ProfileState,
 };
@@ -55,9 +55,9 @@ pub use checksum_file::ChecksumFile;
 pub use device::LazyDevice;
 pub use fetch::{permits::SharedPermits, shared_keys::SharedKeys};
 pub use keys::chunk_keys;
-pub use limits::{FETCHES_MAX, Limits};
+pub use limits::{FETCHES_MAX, VolumeLimits};
 pub use read_log::Recording;
 pub use recorded::RECORDED_CHECKSUM_LEN;
 pub use residency::CacheAccess;
-pub use volume::{Status, Volume};
+pub use volume::{Volume, VolumeStatus};
 pub use waits::{KEPT as WAITS_KEPT, SHORTEST as SHORTEST_WAIT, Wait};

@@ -57,11 +57,11 @@ const REFETCHES: u32 = 1;
 const NO_SPACE_PAUSE_MIN: Duration = Duration::from_secs(1);
 const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The bounds that a volume works within; a daemon uses `Limits::default()`.
+/// The bounds that a volume works within; a daemon uses `VolumeLimits::default()`.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct VolumeLimits {
     /// The permits of the process. Clones of these limits share them, too; each
-    /// `Limits::default()` has its own.
+    /// `VolumeLimits::default()` has its own.
     pub shared: SharedPermits,
     /// The chunks that the volumes of the process fetch now: shared in the same way.
     pub shared_keys: SharedKeys,
@@ -98,7 +98,7 @@ pub struct Limits {
     pub no_space_pause_max: Duration,
 }
 
-impl Default for Limits {
+impl Default for VolumeLimits {
     fn default() -> Self {
         Self {
             shared: SharedPermits::new(SHARED_FETCHES, SHARED_BACKGROUND),

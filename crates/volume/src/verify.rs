@@ -7,8 +7,8 @@
 //!                          └── not_good(block, why)
 //! ```
 //!
-//! Invariant: no resident byte is served that this module has not compared, at every read (the
-//! simulator's bugs `SkipCachedChecksum`, `CheckFirstBlockOnly` and `TrustLoadedChunks`).
+//! Invariant: no resident byte is served that this module has not compared, at every read (held
+//! by the simulator).
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use burgeon_image::AddressMap;
 
 use crate::{
-    CacheState, Limits,
+    CacheState, VolumeLimits,
     gate::Gate,
     recorded::{Mismatch, RecordedChecksums},
 };
@@ -44,7 +44,7 @@ pub(crate) struct Recorded<F> {
 
 impl<F: LocalFile> Checksums<F> {
     /// Those of the image of `map`; `file` is for recorded ones.
-    pub(crate) fn new(map: &Arc<AddressMap>, file: Option<F>, limits: &Limits) -> Self {
+    pub(crate) fn new(map: &Arc<AddressMap>, file: Option<F>, limits: &VolumeLimits) -> Self {
         match (map.lacks_checksums(), file) {
             (false, _) => Self::OfMap { map: Arc::clone(map), start: map.data_range().start() },
             (true, Some(file)) => {
@@ -156,7 +156,7 @@ mod tests {
     use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
 
     use super::{Checksums, Mismatch, Recorded, check_blocks};
-    use crate::{Limits, gate::Gate, memory::Memory, recorded::RecordedChecksums};
+    use crate::{VolumeLimits, gate::Gate, memory::Memory, recorded::RecordedChecksums};
 
     const BLOCKS: usize = 4;
     const BLOCK: usize = BLOCK_SIZE as usize;
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn each_block_is_held_to_its_own_checksum_of_the_map() {
         let (map, mut bytes) = (map(), bytes());
-        let checksums = Checksums::<Memory>::new(&map, None, &Limits::default());
+        let checksums = Checksums::<Memory>::new(&map, None, &VolumeLimits::default());
         assert_eq!(not_good(&checksums, 0, &bytes), []);
         assert_eq!(not_good(&checksums, 2, &bytes[2 * BLOCK..]), []);
         assert_eq!(not_good(&checksums, 1, &bytes[..BLOCK]), [(1, Mismatch::Wrong)]);
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn recorded_checksums_tell_wrong_blocks_from_unknown_ones() {
         let file = RecordedChecksums::new(Memory::new(8 * BLOCKS as u64), 77);
-        let recorded = Recorded { checksums: file, gate: Gate::new(&Limits::default()) };
+        let recorded = Recorded { checksums: file, gate: Gate::new(&VolumeLimits::default()) };
         let (checksums, mut bytes) = (Checksums::Recorded(recorded), bytes());
         checksums.record(BLOCK_SIZE, &bytes[BLOCK..3 * BLOCK]).unwrap();
         bytes[2 * BLOCK] ^= 1;

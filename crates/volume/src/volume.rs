@@ -30,13 +30,13 @@ use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
 use crate::{
-    CacheAccess, CacheState, Limits, PrefetchedBytes,
+    CacheAccess, CacheState, PrefetchedBytes, VolumeLimits,
     background::{BackgroundWork, prefetched::Purpose},
     fetch::{FetchEngine, Joined, in_flight::Waiter},
     pool::Pool,
     residency::Residency,
     verify::Checksums,
-    waits::Told,
+    waits::WaitRecord,
 };
 
 /// The lazy data of one image: a map, a source of bytes and the host's cache.
@@ -53,7 +53,7 @@ pub struct Volume<S, F> {
     pub(crate) residency: Residency<Arc<AddressMap>>,
     pub(crate) checksums: Checksums<F>,
     pub(crate) engine: FetchEngine,
-    pub(crate) limits: Limits,
+    pub(crate) limits: VolumeLimits,
     pub(crate) cpu: Pool,
     pub(crate) writers: Pool,
     pub(crate) background_work: BackgroundWork,
@@ -65,7 +65,7 @@ pub struct Volume<S, F> {
 
 /// A look at a volume's health, for `status`.
 #[derive(Clone, Debug)]
-pub struct Status {
+pub struct VolumeStatus {
     /// Resident bytes; each is still verified when read. Of very large images an estimate.
     pub materialised_bytes: u64,
     /// The state of the cache: fetched chunks are kept, or not.
@@ -95,7 +95,12 @@ where
     F: LocalFile + 'static,
 {
     /// A volume over `cache`, which may hold anything at all.
-    pub fn new(map: Arc<AddressMap>, source: S, cache: CacheAccess, limits: Limits) -> Arc<Self> {
+    pub fn new(
+        map: Arc<AddressMap>,
+        source: S,
+        cache: CacheAccess,
+        limits: VolumeLimits,
+    ) -> Arc<Self> {
         Self::over(map, source, (cache, None), limits)
     }
 
@@ -108,7 +113,7 @@ where
         source: S,
         cache: CacheAccess,
         checksums: F,
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         Self::over(map, source, (cache, Some(checksums)), limits)
     }
@@ -117,7 +122,7 @@ where
         map: Arc<AddressMap>,
         source: S,
         (cache, checksums): (CacheAccess, Option<F>),
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
         let (data, checksums) = (map.data_range(), Checksums::new(&map, checksums, &limits));
@@ -169,9 +174,9 @@ where
     }
 
     /// The volume's health.
-    pub fn status(&self) -> Status {
+    pub fn status(&self) -> VolumeStatus {
         let prefetched_bytes = |purpose| self.background_work.prefetched_bytes(purpose);
-        Status {
+        VolumeStatus {
             materialised_bytes: self.materialised_bytes(),
             cache: match self.checksums.state() {
                 CacheState::Writing => self.residency.state(),
@@ -291,7 +296,7 @@ where
         buf: &mut [u8],
         counters: &Counters,
     ) -> Result<()> {
-        self.read_and_tell(range, buf, counters, &Told::default()).await
+        self.read_and_tell(range, buf, counters, &WaitRecord::default()).await
     }
 
     /// The same; tells of the fetches that it has waited for, also if it fails.
@@ -300,11 +305,11 @@ where
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<()> {
         self.check(range, buf)?;
         let _waiting = self.background_work.reader_waits();
-        self.read_pieces(range, buf, counters, told).await?;
+        self.read_pieces(range, buf, counters, record).await?;
         self.background_work.was_read(range);
         Ok(())
     }
@@ -369,7 +374,7 @@ where
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<()> {
         let mut pending = Pending::default();
         let arrived = Instant::now();
@@ -382,7 +387,7 @@ where
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
                     if !self.read_through_now(index, piece, out) {
-                        self.read_through(index, piece, out, arrived, counters, told).await?;
+                        self.read_through(index, piece, out, arrived, counters, record).await?;
                     }
                     at = piece.end();
                     continue;
@@ -402,7 +407,7 @@ where
                     Joined::NoPermit => {}
                 }
             }
-            if !pending.copy_next(range, buf, counters, told).await? {
+            if !pending.copy_next(range, buf, counters, record).await? {
                 return Ok(());
             }
         }
@@ -434,12 +439,12 @@ impl Pending {
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<bool> {
         let Some((whole, piece, mut waiter)) = self.0.pop_front() else { return Ok(false) };
         let fetched = waiter.fetched().await?;
         fetched.claim(counters);
-        told.fetched(fetched.failed_tries());
+        record.fetched(fetched.failed_tries());
         let skip = (piece.start() - whole.start()) as usize;
         let bytes = &fetched.bytes()?[skip..][..piece.len() as usize];
         part(buf, range, piece).copy_from_slice(bytes);

@@ -1,7 +1,7 @@
 //! The last reads of a mount that had to wait: who asks "why was it slow?" finds them here.
 //!
 //! ```text
-//!   device.read (a miss) ─► Told: tries, filled by the volume ─► Waits: a ring of the last 256
+//!   device.read (a miss) ─► WaitRecord: tries, by the volume ─► Waits: a ring of the last 256
 //! ```
 //!
 //! Invariants: a hit takes no part in it; a wait below [`SHORTEST`] takes no lock, unless its read
@@ -27,14 +27,14 @@ pub const SHORTEST: Duration = Duration::from_millis(1);
 
 /// The volume's account of one read.
 #[derive(Default, Debug)]
-pub(crate) struct Told {
+pub(crate) struct WaitRecord {
     /// Failed attempts to fetch.
     failed_tries: AtomicU64,
     /// It waited for a fetch.
     fetched: AtomicBool,
 }
 
-impl Told {
+impl WaitRecord {
     /// A fetch that the read has waited for.
     pub(crate) fn fetched(&self, failed_tries: u64) {
         self.fetched.store(true, Relaxed);
@@ -69,7 +69,13 @@ pub(crate) struct Waits {
 
 impl Waits {
     /// Remembers a read of `range` that has ended.
-    pub(crate) fn note(&self, range: ByteRange, took: Duration, told: &Told, result: &Result<()>) {
+    pub(crate) fn note(
+        &self,
+        range: ByteRange,
+        took: Duration,
+        record: &WaitRecord,
+        result: &Result<()>,
+    ) {
         if took < SHORTEST && result.is_ok() {
             return;
         }
@@ -85,8 +91,8 @@ impl Waits {
             ended_unix_us: u64::try_from(now.as_micros()).unwrap_or(u64::MAX),
             took,
             range,
-            fetched: told.fetched.load(Relaxed),
-            failed_tries: told.failed_tries.load(Relaxed),
+            fetched: record.fetched.load(Relaxed),
+            failed_tries: record.failed_tries.load(Relaxed),
             error: result.as_ref().err().map(burgeon_block::Error::kind),
         });
     }
@@ -104,23 +110,23 @@ mod tests {
 
     use burgeon_block::{ByteRange, Error, ErrorKind};
 
-    use super::{KEPT, SHORTEST, Told, Waits};
+    use super::{KEPT, SHORTEST, WaitRecord, Waits};
 
     #[test]
     fn the_last_waits_are_kept_and_numbered() {
         let waits = Waits::default();
         let range = ByteRange::new(4096, 8192).unwrap();
-        waits.note(range, SHORTEST - Duration::from_nanos(1), &Told::default(), &Ok(()));
+        waits.note(range, SHORTEST - Duration::from_nanos(1), &WaitRecord::default(), &Ok(()));
         assert!(waits.after(0).is_empty());
         let refused = Err(Error::new(ErrorKind::Unavailable, "given up a moment ago"));
-        waits.note(range, Duration::ZERO, &Told::default(), &refused);
+        waits.note(range, Duration::ZERO, &WaitRecord::default(), &refused);
         assert_eq!(waits.after(0)[0].error, Some(ErrorKind::Unavailable));
         let waits = Waits::default();
-        let told = Told::default();
-        told.fetched(2);
+        let record = WaitRecord::default();
+        record.fetched(2);
         let failed = Err(Error::new(ErrorKind::Unavailable, "away"));
         for _ in 0..KEPT + 5 {
-            waits.note(range, SHORTEST, &told, &failed);
+            waits.note(range, SHORTEST, &record, &failed);
         }
         let kept = waits.after(0);
         assert_eq!((kept.len(), kept[0].number), (KEPT, 6));

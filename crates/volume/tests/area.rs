@@ -16,7 +16,7 @@ use burgeon_block::{
 use burgeon_cache::testing::MemoryStore;
 use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
 use burgeon_volume::{
-    ChecksumFile, LazyDevice, Limits, OpenChecksums, OpenImage, VirtualArea, Volume,
+    ChecksumFile, LazyDevice, OpenChecksums, OpenImage, VirtualArea, Volume, VolumeLimits,
 };
 use bytes::Bytes;
 use common::{Fault, Image, image, public};
@@ -125,7 +125,7 @@ fn device(
     world: &World,
     counters: &Arc<Counters>,
 ) -> Device {
-    let limits = Limits::default();
+    let limits = VolumeLimits::default();
     let cache = public(&MemoryStore::new(1 << 20));
     let volume = Volume::new(Arc::clone(&image.map), world.clone(), cache, limits.clone());
     let mapped = Arc::clone(&volume);
@@ -308,9 +308,9 @@ async fn an_image_whose_source_failed_is_found_anew_when_something_is_mapped() {
         let mut opened = counted.lock().unwrap();
         *opened += 1;
         let cache = public(&MemoryStore::new(1 << 20));
-        Ok(Volume::new(Arc::clone(&map), world.clone(), cache, Limits::default()))
+        Ok(Volume::new(Arc::clone(&map), world.clone(), cache, VolumeLimits::default()))
     });
-    let (world, limits) = (setup.world.clone(), Limits::default());
+    let (world, limits) = (setup.world.clone(), VolumeLimits::default());
     let area = VirtualArea::open(dir.path(), SIZE, world, open, checksums(&dir), limits);
     let mut pages = Pages::zeroed(4096).unwrap();
     let block = ByteRange::at(0, 4096).unwrap();
@@ -348,7 +348,7 @@ async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     let other = tempfile::tempdir().unwrap();
     ExtentWriter::create(other.path(), SIZE / 2).unwrap();
     let open: OpenImage<World, ChecksumFile> = Box::new(|_| unreachable!("nothing is mapped"));
-    let (world, limits) = (setup.world.clone(), Limits::default());
+    let (world, limits) = (setup.world.clone(), VolumeLimits::default());
     let area = VirtualArea::open(other.path(), SIZE, world, open, checksums(&other), limits);
     assert_eq!(area.size(), SIZE);
     assert!(area.status().problem.unwrap().contains("this area has"));

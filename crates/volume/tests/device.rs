@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, Now, Pages};
-use burgeon_volume::{LazyDevice, Limits};
+use burgeon_volume::{LazyDevice, VolumeLimits};
 use common::{DATA_START, Fault, image_at, setup, setup_with};
 
 const OFFSETS: [u64; 3] = [64 << 10, 64 << 20, 256 << 30];
@@ -64,7 +64,7 @@ async fn every_byte_is_what_its_address_says() {
 #[tokio::test]
 async fn a_wait_names_the_attempts_that_failed() {
     for object in ["packs/test", "file/dev/disk"] {
-        let setup = setup_with(image_at(3, object), Limits::default());
+        let setup = setup_with(image_at(3, object), VolumeLimits::default());
         let (data, counters) = (setup.volume.map().data_range(), Arc::clone(&setup.counters));
         let volume = Arc::clone(&setup.volume);
         let device = LazyDevice::new(volume, counters, data.end(), superblocks()).unwrap();

@@ -8,7 +8,9 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, LocalFile};
 use burgeon_cache::testing::{Fault, MemoryStore};
-use burgeon_volume::{CacheState, ChecksumFile, FillState, Limits, RECORDED_CHECKSUM_LEN, Volume};
+use burgeon_volume::{
+    CacheState, ChecksumFile, FillState, RECORDED_CHECKSUM_LEN, Volume, VolumeLimits,
+};
 use common::{
     CHUNKS, FlakyFile, FlakyState, Image, Source, image, image_without_checksums, public,
 };
@@ -25,7 +27,7 @@ fn setup() -> Setup<ChecksumFile> {
     let (image, store) = (image(5), MemoryStore::new(4 << 20));
     let source = Source::of(&image);
     let (map, cache) = (Arc::clone(&image.map), public(&store));
-    let volume = Volume::new(map, source.clone(), cache, Limits::default());
+    let volume = Volume::new(map, source.clone(), cache, VolumeLimits::default());
     Setup { image, source, store, volume, counters: Counters::default() }
 }
 
@@ -38,7 +40,7 @@ fn setup_recorded() -> (Setup<FlakyFile>, Arc<FlakyState>) {
     let len = image.bytes.len() as u64 / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
     let inner = ChecksumFile::open(&dir.path().join("checksums"), len).unwrap();
     let file = FlakyFile { inner, state: Arc::clone(&state) };
-    let (map, cache, limits) = (Arc::clone(&image.map), public(&store), Limits::default());
+    let (map, cache, limits) = (Arc::clone(&image.map), public(&store), VolumeLimits::default());
     let volume = Volume::without_checksums(map, source.clone(), cache, file, limits);
     (Setup { image, source, store, volume, counters: Counters::default() }, state)
 }
@@ -97,7 +99,7 @@ async fn a_full_disk_of_checksums_is_tried_again_ever_more_rarely() {
     assert_eq!((status.uncached_chunks, status.materialised_bytes), (300, 0));
 
     *state.write_error.lock().unwrap() = None;
-    tokio::time::sleep(Limits::default().no_space_pause_max).await;
+    tokio::time::sleep(VolumeLimits::default().no_space_pause_max).await;
     setup.read(setup.all()).await;
     assert_eq!(setup.volume.status().cache, CacheState::Writing);
     setup.read(setup.all()).await;

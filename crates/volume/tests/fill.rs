@@ -5,7 +5,7 @@ mod common;
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::BLOCK_SIZE;
-use burgeon_volume::{Budget, FillState, LazyDevice, Limits};
+use burgeon_volume::{Budget, FillState, LazyDevice, VolumeLimits};
 use common::{CHUNKS, Fault, setup, setup_with};
 use tokio::time::{Instant, sleep};
 
@@ -38,7 +38,7 @@ async fn a_fill_stands_back_for_readers_for_a_second() {
     });
     sleep(Duration::from_millis(1)).await;
     let fill = setup.volume.fill();
-    let fill_yield = Limits::default().fill_yield;
+    let fill_yield = VolumeLimits::default().fill_yield;
     sleep(fill_yield / 2).await;
     assert_eq!(setup.volume.status().in_flight, 1, "only the reader's");
     sleep(fill_yield).await;
@@ -52,7 +52,10 @@ async fn a_fill_stands_back_for_readers_for_a_second() {
 
 #[tokio::test(start_paused = true)]
 async fn a_fill_ends_at_stop_and_at_drop() {
-    let setup = setup_with(common::image(6), Limits { background_fetches: 2, ..Limits::default() });
+    let setup = setup_with(
+        common::image(6),
+        VolumeLimits { background_fetches: 2, ..VolumeLimits::default() },
+    );
     setup.source.close();
     let fill = setup.volume.fill();
     sleep(Duration::from_millis(1)).await;
@@ -73,12 +76,12 @@ async fn a_fill_outlives_an_outage_and_skips_a_bad_chunk() {
     let setup = setup();
     setup.source.fail_always(Fault::Unavailable);
     let fill = setup.volume.fill();
-    sleep(Limits::default().deadline * 5).await;
+    sleep(VolumeLimits::default().deadline * 5).await;
     assert_eq!(fill.progress().state, FillState::Running);
     assert_eq!(setup.volume.materialised_bytes(), 0);
     setup.source.fail_always(None);
     setup.source.fail([Fault::WrongByte; 2]);
-    let limits = Limits { background_fetches: 1, ..Limits::default() };
+    let limits = VolumeLimits { background_fetches: 1, ..VolumeLimits::default() };
     let end = fill.ended().await;
     assert_eq!(end.state, FillState::Done);
     assert_eq!(end.done_bytes + end.failed_bytes, end.total_bytes);
@@ -108,7 +111,10 @@ async fn a_fill_uses_every_background_permit() {
 
 #[tokio::test]
 async fn a_fill_ends_at_the_fetch_limit() {
-    let setup = setup_with(common::image(8), Limits { background_fetches: 1, ..Limits::default() });
+    let setup = setup_with(
+        common::image(8),
+        VolumeLimits { background_fetches: 1, ..VolumeLimits::default() },
+    );
     let stored = setup.image.packs[0].1.len() as u64;
     let first = CHUNKS[0] * BLOCK_SIZE;
     // The first chunk, and the one that is taken before the limit is reached.

@@ -10,8 +10,8 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, Counters};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, Limits};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
+use burgeon_volume::{CacheAccess, VolumeLimits};
 use common::{CHUNKS, Source, TestVolume, image};
 use rustix::mount::MountFlags;
 use testkit::Space;
@@ -29,12 +29,13 @@ async fn on_a_full_disk(space: &Space) {
     let image = image(9);
     let pause_max = Duration::from_millis(100);
     let (keep_free, memory, pause_min) = (Amount::Bytes(0), 0, pause_max);
-    let settings = Settings { keep_free, memory, pause_min, pause_max, ..Settings::default() };
+    let settings =
+        CacheSettings { keep_free, memory, pause_min, pause_max, ..CacheSettings::default() };
     let cache = Cache::open(&disk.path().join("cache"), settings, Box::<Clock>::default()).unwrap();
     let store = Arc::new(cache);
     let access = CacheAccess { store: Arc::clone(&store) as _, domain: Domain::PUBLIC };
     let (source, counters) = (Source::of(&image), Counters::default());
-    let (map, limits) = (Arc::clone(&image.map), Limits::default());
+    let (map, limits) = (Arc::clone(&image.map), VolumeLimits::default());
     let volume = TestVolume::new(map, source.clone(), access, limits);
     let all = image.map.data_range();
     let read = async || {

@@ -9,9 +9,9 @@ mod counting;
 use std::sync::Arc;
 
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
 use burgeon_image::{Content, ExtentSource, ExtentWriter, Mapping};
-use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, VirtualArea};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, VirtualArea, VolumeLimits};
 use common::{DATA_START, Image, Setup, image, image_without_checksums};
 
 #[global_allocator]
@@ -19,12 +19,13 @@ static ALLOCATOR: counting::Counting = counting::Counting;
 
 /// A volume over a cache in a folder: the one in memory allocates everywhere.
 fn setup_with(image: Image) -> Setup {
-    let setup = common::setup_with(image, Limits::default());
+    let setup = common::setup_with(image, VolumeLimits::default());
     let path = setup.dir.path().join("cache");
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Cache::open(&path, settings, Box::<Clock>::default()).unwrap();
     let access = CacheAccess { store: Arc::new(cache), domain: Domain::of(b"somebody") };
-    let volume = common::open(&setup.dir, &setup.image, &setup.source, access, Limits::default());
+    let volume =
+        common::open(&setup.dir, &setup.image, &setup.source, access, VolumeLimits::default());
     Setup { volume, ..setup }
 }
 
@@ -86,7 +87,7 @@ fn a_hit_of_a_mapped_image_allocates_nothing() {
     let source = setup.source.clone();
     let checksums = setup.dir.path().join("checksums");
     let checksums = Box::new(move |len| ChecksumFile::open(&checksums, len));
-    let (dir, limits) = (setup.dir.path(), Limits::default());
+    let (dir, limits) = (setup.dir.path(), VolumeLimits::default());
     let area = VirtualArea::open(dir, 1 << 40, source, open, checksums, limits);
     let device =
         LazyDevice::new(setup.volume.clone(), setup.counters.clone(), 1 << 42, Vec::new()).unwrap();

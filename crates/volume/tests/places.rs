@@ -7,8 +7,8 @@ mod common;
 use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, sync::Arc};
 
 use burgeon_block::{BlockDevice, ByteRange, Counters, FileRange, Now, Pages, Verdict};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, VolumeLimits};
 use common::{CHUNKS, DATA_START, Setup, Source, hit, image};
 
 type Device = LazyDevice<Source, ChecksumFile>;
@@ -16,11 +16,12 @@ type Device = LazyDevice<Source, ChecksumFile>;
 /// A volume of the image of these tests over a cache in `folder`, all of it resident, its chunks
 /// one after another.
 fn resident(folder: &Path) -> (Setup, Arc<Cache>, Device) {
-    let setup = common::setup_with(image(1), Limits::default());
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let setup = common::setup_with(image(1), VolumeLimits::default());
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Arc::new(Cache::open(folder, settings, Box::<Clock>::default()).unwrap());
     let access = CacheAccess { store: cache.clone(), domain: Domain::PUBLIC };
-    let volume = common::open(&setup.dir, &setup.image, &setup.source, access, Limits::default());
+    let volume =
+        common::open(&setup.dir, &setup.image, &setup.source, access, VolumeLimits::default());
     let setup = Setup { volume, ..setup };
     runtime().block_on(async {
         let mut first = 0;

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, ByteRange};
-use burgeon_volume::{Budget, LazyDevice, Limits, ProfileState};
+use burgeon_volume::{Budget, LazyDevice, ProfileState, VolumeLimits};
 use common::{CHUNKS, DATA_START, Fault, Setup, setup, setup_with};
 
 fn all(setup: &Setup) -> ByteRange {
@@ -51,7 +51,7 @@ async fn unread_prefetched_bytes_are_counted() {
 
 #[tokio::test(start_paused = true)]
 async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
-    let limits = Limits { background_fetches: 1, ..Limits::default() };
+    let limits = VolumeLimits { background_fetches: 1, ..VolumeLimits::default() };
     let setup = setup_with(common::image(3), limits);
     setup.source.close();
     let order = [setup.blocks(0, 1), setup.blocks(68, 1), setup.blocks(149, 1)];
@@ -100,7 +100,10 @@ async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
 
 #[tokio::test(start_paused = true)]
 async fn a_source_that_is_away_a_limit_and_nonsense_end_it() {
-    let setup = setup_with(common::image(4), Limits { background_fetches: 1, ..Limits::default() });
+    let setup = setup_with(
+        common::image(4),
+        VolumeLimits { background_fetches: 1, ..VolumeLimits::default() },
+    );
     setup.source.fail_always(Fault::Unavailable);
     let end = setup.volume.prefetch_profile([all(&setup)].into_iter(), None).ended().await;
     assert_eq!((end.state, end.fetched_bytes), (ProfileState::Stopped, 0));

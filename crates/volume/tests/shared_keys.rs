@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{ByteRange, Counters, ErrorKind};
 use burgeon_cache::{Domain, testing::MemoryStore};
-use burgeon_volume::{CacheAccess, Limits};
+use burgeon_volume::{CacheAccess, VolumeLimits};
 use common::{Fault, Image, Source, TestVolume, image_at, open, public};
 
 /// An image in a store of its own.
@@ -29,7 +29,7 @@ impl Mounted {
 
 /// Images of the same bytes in different packs, each in its domain, as two stores have them.
 fn two(domains: [Domain; 2]) -> [Mounted; 2] {
-    let (dir, limits) = (tempfile::tempdir().unwrap(), Limits::default());
+    let (dir, limits) = (tempfile::tempdir().unwrap(), VolumeLimits::default());
     let store = MemoryStore::new(16 << 20);
     let mut packs = ["packs/one", "packs/two"].into_iter();
     domains.map(|domain| {
@@ -73,7 +73,7 @@ async fn a_miss_asks_for_residency_once_outside_the_lock_and_once_under_it() {
     let (dir, store, image) =
         (tempfile::tempdir().unwrap(), MemoryStore::new(16 << 20), common::image(1));
     let source = Source::of(&image);
-    let volume = open(&dir, &image, &source, public(&store), Limits::default());
+    let volume = open(&dir, &image, &source, public(&store), VolumeLimits::default());
     volume.stop_reading_ahead();
     let (range, counters) = (image.map.chunk(0).range, Counters::default());
     common::read(&volume, &image, range, &counters).await.unwrap();
@@ -125,7 +125,7 @@ async fn a_map_with_a_wrong_length_takes_no_chunk_from_others() {
     });
     let source = Source::of(&forged);
     let (dir, access) = (tempfile::tempdir().unwrap(), honest.cache.clone());
-    let volume = open(&dir, &forged, &source, access, Limits::default());
+    let volume = open(&dir, &forged, &source, access, VolumeLimits::default());
     let (range, counters) = (forged.map.chunk(0).range, Counters::default());
     assert!(common::read(&volume, &forged, range, &counters).await.is_err());
     let before = honest.source.reads();

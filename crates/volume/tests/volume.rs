@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
 use burgeon_cache::{ChunkStore, Domain, Why, testing::MemoryStore};
-use burgeon_volume::{CacheAccess, CacheState, Limits, SharedPermits, Volume};
+use burgeon_volume::{CacheAccess, CacheState, SharedPermits, Volume, VolumeLimits};
 use common::{
     CHUNKS, DATA_START, Fault, Setup, image, image_at, image_without_checksums, key, open, public,
     setup, setup_with,
@@ -145,7 +145,7 @@ async fn an_unavailable_source_is_tried_until_the_deadline() {
     setup.read(setup.blocks(0, 1)).await.unwrap();
     assert_eq!(setup.counters.source_errors.get(), 7);
 
-    let limits = Limits::default();
+    let limits = VolumeLimits::default();
     for fault in [Fault::Unavailable, Fault::Stall] {
         setup.source.fail_always(fault);
         let start = tokio::time::Instant::now();
@@ -165,7 +165,7 @@ async fn an_unavailable_source_is_tried_until_the_deadline() {
 
 #[tokio::test(start_paused = true)]
 async fn a_read_that_waits_for_a_permit_has_the_same_deadline() {
-    let limits = Limits { fetches_max: 1, ..Limits::default() };
+    let limits = VolumeLimits { fetches_max: 1, ..VolumeLimits::default() };
     let setup = setup_with(image(9), limits.clone());
     setup.source.fail_always(Fault::Stall);
     let start = tokio::time::Instant::now();
@@ -195,7 +195,8 @@ async fn a_read_that_waits_for_a_permit_has_the_same_deadline() {
 #[tokio::test(start_paused = true)]
 async fn failures_of_the_source_are_reported_a_few_times_a_minute() {
     let events = testkit::Events::gather();
-    let setup = setup_with(image(9), Limits { image: "image-9".into(), ..Limits::default() });
+    let setup =
+        setup_with(image(9), VolumeLimits { image: "image-9".into(), ..VolumeLimits::default() });
     setup.source.fail_always(Fault::Unavailable);
     setup.read(setup.blocks(64, 1)).await.unwrap_err();
     setup.source.fail_always(None);
@@ -259,7 +260,7 @@ async fn images_share_chunks_within_a_domain_and_from_the_public_one() {
     let of = |domain| {
         let source = common::Source::of(&setup.image);
         let access = CacheAccess { store: Arc::new(setup.store.clone()), domain };
-        let volume = open(&setup.dir, &setup.image, &source, access, Limits::default());
+        let volume = open(&setup.dir, &setup.image, &source, access, VolumeLimits::default());
         (volume, source)
     };
     let read = async |volume: &Arc<common::TestVolume>, range| {
@@ -292,7 +293,7 @@ async fn an_images_checksums_alone_make_the_cache_forget_nothing() {
     let hostile = common::image_with(1, "packs/test", |manifest| manifest.block_checksums.fill(7));
     let source = common::Source::of(&hostile);
     let access = public(&honest.store);
-    let volume = open(&honest.dir, &hostile, &source, access, Limits::default());
+    let volume = open(&honest.dir, &hostile, &source, access, VolumeLimits::default());
     let counters = Counters::default();
     let begun = tokio::time::Instant::now();
     for _ in 0..10 {
@@ -321,7 +322,7 @@ async fn a_chunk_that_came_meanwhile_is_not_fetched() {
 
 #[tokio::test(start_paused = true)]
 async fn objects_outside_the_store_are_read_straight_through() {
-    let setup = setup_with(image_at(3, "file/dev/disk"), Limits::default());
+    let setup = setup_with(image_at(3, "file/dev/disk"), VolumeLimits::default());
     // Compressed chunks cannot be read in part; the first chunk is raw.
     let events = testkit::Events::gather();
     setup.source.fail([Fault::Unavailable, Fault::WrongByte]);
@@ -354,7 +355,7 @@ async fn a_fetch_task_that_panics_is_an_error_to_its_waiters() {
 #[tokio::test]
 async fn a_map_with_a_wrong_checksum_costs_a_digest_and_no_error() {
     let image = common::image_with(1, "packs/test", |manifest| manifest.block_checksums[9] ^= 1);
-    let setup = setup_with(image, Limits::default());
+    let setup = setup_with(image, VolumeLimits::default());
     // The second read finds the block in the cache, and takes it for a bad one; the chunk's digest
     // shows that it is not.
     for _ in 0..2 {
@@ -373,7 +374,7 @@ async fn a_map_with_a_wrong_checksum_costs_a_digest_and_no_error() {
 async fn a_map_with_a_wrong_checksum_makes_no_error_of_a_file_that_is_read_in_place() {
     let events = testkit::Events::gather();
     let image = common::image_with(1, "file/test", |manifest| manifest.block_checksums[9] ^= 1);
-    let setup = setup_with(image, Limits::default());
+    let setup = setup_with(image, VolumeLimits::default());
     for _ in 0..2 {
         setup.read(setup.blocks(2, 1)).await.unwrap();
     }
@@ -400,7 +401,7 @@ async fn a_chunk_that_unpacks_to_more_than_it_should_is_refused() {
         manifest.chunks[3].blocks = 32;
         manifest.chunks[4].blocks += 32;
     };
-    let setup = setup_with(common::image_with(1, "packs/test", bomb), Limits::default());
+    let setup = setup_with(common::image_with(1, "packs/test", bomb), VolumeLimits::default());
     let error = setup.read(setup.blocks(68, 1)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert_eq!(setup.counters.source_corrupt_chunks.get(), 2);
@@ -408,13 +409,13 @@ async fn a_chunk_that_unpacks_to_more_than_it_should_is_refused() {
 
 #[tokio::test]
 async fn the_smallest_limits_still_make_progress() {
-    let limits = Limits {
+    let limits = VolumeLimits {
         fetches_max: 1,
         fetches_per_read: 1,
         background_fetches: 1,
         cpu_threads: 1,
         write_threads: 1,
-        ..Limits::default()
+        ..VolumeLimits::default()
     };
     let setup = setup_with(image(4), limits);
     let whole = all(&setup);
@@ -430,7 +431,7 @@ async fn the_smallest_limits_still_make_progress() {
 
 #[tokio::test]
 async fn busy_volumes_share_one_bound() {
-    let limits = Limits { shared: SharedPermits::new(3, 1), ..Limits::default() };
+    let limits = VolumeLimits { shared: SharedPermits::new(3, 1), ..VolumeLimits::default() };
     let (a, b) = (setup_with(image(5), limits.clone()), setup_with(image(6), limits));
     let under_way = || a.source.reads() + b.source.reads();
     [&a, &b].into_iter().for_each(|setup| setup.source.close());
@@ -452,7 +453,7 @@ async fn busy_volumes_share_one_bound() {
 
 #[tokio::test]
 async fn prefetch_starts_what_there_is_room_for() {
-    let limits = Limits { background_fetches: 4, ..Limits::default() };
+    let limits = VolumeLimits { background_fetches: 4, ..VolumeLimits::default() };
     let setup = setup_with(image(1), limits);
     setup.source.close();
     assert_eq!(setup.volume.prefetch(all(&setup)), 4);
@@ -479,14 +480,14 @@ fn volumes_and_their_reads_are_send() {
 
 #[tokio::test]
 async fn an_image_without_checksums_has_those_of_what_came() {
-    let setup = setup_with(image_without_checksums(1), Limits::default());
+    let setup = setup_with(image_without_checksums(1), VolumeLimits::default());
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;
     let came = setup.source.reads();
     setup.read(all(&setup)).await.unwrap();
     // Also after it was opened anew, in any state of the cache.
     let reopen = |store: &MemoryStore| {
-        open(&setup.dir, &setup.image, &setup.source, public(store), Limits::default())
+        open(&setup.dir, &setup.image, &setup.source, public(store), VolumeLimits::default())
     };
     let reread = async |volume: &Arc<common::TestVolume>| {
         common::read(volume, &setup.image, all(&setup), &setup.counters).await.unwrap();
@@ -515,14 +516,14 @@ async fn an_image_without_checksums_has_those_of_what_came() {
     // Of another image nothing is believed, though its checksums lie in the same place.
     let other = image_without_checksums(2);
     let source = common::Source::of(&other);
-    let swapped = open(&setup.dir, &other, &source, public(&setup.store), Limits::default());
+    let swapped = open(&setup.dir, &other, &source, public(&setup.store), VolumeLimits::default());
     common::read(&swapped, &other, other.map.data_range(), &setup.counters).await.unwrap();
     // Both have the same derived object's name, and other bytes: so only the checksums tell.
     assert_eq!(source.reads(), CHUNKS.len() as u64);
     // Without a file for them nothing is cached, and everything is right.
     let map = Arc::clone(&setup.image.map);
     let cache = public(&setup.store);
-    let without = Volume::new(map, setup.source.clone(), cache, Limits::default());
+    let without = Volume::new(map, setup.source.clone(), cache, VolumeLimits::default());
     for _ in 0..2 {
         let before = setup.source.reads();
         reread(&without).await;

@@ -295,7 +295,7 @@ mod tests {
     use super::{Disk, Power};
 
     #[test]
-    fn what_was_synced_survives_and_the_rest_may_not() {
+    fn synced_bytes_survive_and_the_rest_may_not() {
         let mut outcomes = std::collections::BTreeSet::new();
         for seed in 0..50 {
             let power = Power::default();

@@ -1,4 +1,4 @@
-//! What each sector of a slow device may contain.
+//! The contents that each sector of a slow device may have.
 
 use std::collections::BTreeSet;
 

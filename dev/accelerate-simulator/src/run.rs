@@ -6,7 +6,8 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    CachedDevice, Cells, Counts, DeviceOptions, Dirty, Limits, Mode, Store, Trust, create_with,
+    CacheStore, CachedDevice, Cells, Counts, DeviceOptions, Dirty, DirtyLimits, Mode, Trust,
+    create_with,
     format::{LOG_MIN, Layout},
     policy::PolicyKind,
 };
@@ -25,7 +26,7 @@ const NAMES: [&str; 2] = ["first", "second"];
 /// Sectors of the longest request.
 pub(crate) const LEN_MAX: u64 = 40;
 
-/// What happened in a run.
+/// The events of a run, counted.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Report {
     /// Operations on the devices.
@@ -68,7 +69,7 @@ pub(crate) struct World {
     pub(crate) slow: [Disk; 2],
     pub(crate) models: [Model; 2],
     version: u64,
-    /// What `Distrust` has recorded.
+    /// The record of `Distrust`.
     distrusted: Arc<AtomicBool>,
     /// The cache has a log. Then nothing is promised over a cache device that lies.
     logged: bool,
@@ -132,7 +133,7 @@ impl World {
             Ok(())
         });
         let (kind, _) = *self.rng.pick(&PolicyKind::ALL);
-        let store = Store::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
+        let store = CacheStore::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
         // The supervisor goes on with a device in use, whatever has become of the cache device.
         let is_in_use = self.cache.is_faulty();
         let store = match store {
@@ -145,7 +146,10 @@ impl World {
             }
             Err(_) if is_in_use => {
                 self.distrusted.store(true, SeqCst);
-                Arc::new(Store::failed(self.cache.clone(), Vec::new()).map_err(|e| e.to_string())?)
+                Arc::new(
+                    CacheStore::failed(self.cache.clone(), Vec::new())
+                        .map_err(|e| e.to_string())?,
+                )
             }
             Err(error) => return Err(format!("cannot open the cache: {error}")),
         };
@@ -246,8 +250,10 @@ impl World {
             if self.rng.below(3) > 0 {
                 drop(devices[number].tidy());
             }
-            let limits =
-                Limits { percent: self.rng.below(120) as u8, seconds: 10 + self.rng.below(100) };
+            let limits = DirtyLimits {
+                percent: self.rng.below(120) as u8,
+                seconds: 10 + self.rng.below(100),
+            };
             drop(devices[number].store().write_back_due(limits, self.clock));
             if self.rng.below(6) == 0 {
                 let blocks = 1 + self.rng.below(20) as usize;

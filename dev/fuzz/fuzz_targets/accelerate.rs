@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Mode, SlowDevice, Store, Trust, create_with,
+    CachedDevice, DeviceOptions, Mode, SlowDevice, CacheStore, Trust, create_with,
     format::{Block, LOG_MIN, Layout, SIZE_MIN, Super},
     policy::PolicyKind,
 };
@@ -90,7 +90,7 @@ fn read_super(how: u8, input: &[u8]) {
 
 fn open(cache: &Memory, slow: &Memory) -> Result<CachedDevice<Memory, Memory>> {
     let distrust = Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(()));
-    let store = Store::open(cache.clone(), SIZE_MIN, Trust::Warm, PolicyKind::Fifo, distrust)?;
+    let store = CacheStore::open(cache.clone(), SIZE_MIN, Trust::Warm, PolicyKind::Fifo, distrust)?;
     let options = DeviceOptions::new(Mode::WriteBack);
     CachedDevice::attach(Arc::new(store), slow.clone(), "slow", Trust::Warm, options)
 }

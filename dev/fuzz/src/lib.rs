@@ -8,7 +8,7 @@ mod archives;
 
 pub use archives::{Oblivion, build, options, seal, sealed};
 use burgeon_block::{ByteRange, ChecksumKind, Digest, ObjectId};
-use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, NodeSink, Tree, Xattr};
+use burgeon_btrfs::{InodeBody, DATA_START, Dirent, FileExtent, Inode, NodeSink, Tree, Xattr};
 use burgeon_image::{ChunkEntry, Codec, Manifest};
 
 // The outer form of manifests and maps: docs/format.md, "Files of sections".
@@ -138,22 +138,22 @@ pub fn sample() -> Manifest {
     let folder = add(0, b"folder", 0o40700, &|_, _| {});
     add(0, b"large", 0o100644, &|tree, inode| {
         inode.size = 3 * 4096 - 5;
-        inode.body = Body::Extents { first: tree.extents.len() as u32, count: 2 };
+        inode.body = InodeBody::Extents { first: tree.extents.len() as u32, count: 2 };
         tree.extents.push(FileExtent { file_offset: 0, address: DATA_START, len: 4096 });
         tree.extents.push(FileExtent { file_offset: 8192, address: DATA_START + 8192, len: 4096 });
     });
     add(0, b"null", 0o20666, &|_, inode| inode.rdev = 1 << 20 | 3);
     add(0, b"link", 0o120777, &|tree, inode| {
-        inode.body = Body::Inline(tree.push_bytes(b"folder/small").expect("short"));
+        inode.body = InodeBody::Inline(tree.push_bytes(b"folder/small").expect("short"));
         inode.size = 12;
     });
     let twice = add(0, b"twice", 0o100600, &|tree, inode| {
         inode.size = 4096;
-        inode.body = Body::Extents { first: tree.extents.len() as u32, count: 1 };
+        inode.body = InodeBody::Extents { first: tree.extents.len() as u32, count: 1 };
         tree.extents.push(FileExtent { file_offset: 0, address: DATA_START, len: 4096 });
     });
     add(folder, b"small", 0o104755, &|tree, inode| {
-        inode.body = Body::Inline(tree.push_bytes(b"inline").expect("short"));
+        inode.body = InodeBody::Inline(tree.push_bytes(b"inline").expect("short"));
         inode.size = 6;
         inode.xattr_first = tree.xattrs.len() as u32;
         inode.xattr_count = 2;

@@ -15,7 +15,7 @@ use burgeon_block::{
     Result,
 };
 use burgeon_image::{Content, ExtentMap, ExtentSource, ExtentWriter, Mapping};
-use burgeon_volume::{Limits, VirtualArea};
+use burgeon_volume::{VirtualArea, VolumeLimits};
 use bytes::Bytes;
 use testkit::Rng;
 
@@ -122,7 +122,7 @@ impl Run {
 
     fn boot(&self) -> Result<Arc<SimArea>, String> {
         let map = ExtentMap::over(self.logs.clone()).map_err(|error| error.to_string())?;
-        let limits = Limits { cpu_threads: 0, write_threads: 0, ..Limits::default() };
+        let limits = VolumeLimits { cpu_threads: 0, write_threads: 0, ..VolumeLimits::default() };
         let no_image = |_: &_| Err(Error::new(ErrorKind::NotFound, "there are no images"));
         let (file, disk) = (self.file.clone(), self.disk.checksums());
         Ok(VirtualArea::over_files(map, file, disk, Box::new(no_image), limits))

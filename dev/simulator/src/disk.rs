@@ -468,7 +468,7 @@ mod tests {
     use super::{Crash, Disk};
 
     #[test]
-    fn what_was_synced_survives_and_the_rest_may_not() {
+    fn synced_bytes_survive_and_the_rest_may_not() {
         let (mut lost, mut kept, mut torn) = (0, 0, 0);
         for seed in 0..50 {
             let disk = Disk::new(seed, 1 << 16);

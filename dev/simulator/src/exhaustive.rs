@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burgeon_volume::Limits;
+use burgeon_volume::VolumeLimits;
 use testkit::Rng;
 
 use crate::{Crash, Disk, Model, disk::Faults, world::World};
@@ -75,7 +75,8 @@ impl Scenario {
             .build()
             .map_err(|error| format!("no runtime: {error}"))?;
         runtime.block_on(async {
-            let limits = Limits { cpu_threads: 0, write_threads: 0, ..Limits::default() };
+            let limits =
+                VolumeLimits { cpu_threads: 0, write_threads: 0, ..VolumeLimits::default() };
             let mut rng = Rng::new(self.seed);
             let mut world = World::boot(&self.model, disk, &limits, &mut rng);
             disk.set_faults(Faults { off_at_write, ..Faults::default() });

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write, sync::Arc, time::Duration};
 
-use burgeon_volume::Limits;
+use burgeon_volume::VolumeLimits;
 use testkit::Rng;
 use tokio::time::sleep;
 
@@ -38,7 +38,7 @@ struct Run {
     models: [Arc<Model>; 2],
     which: usize,
     disk: Disk,
-    limits: Limits,
+    limits: VolumeLimits,
     report: Report,
     trace: String,
 }
@@ -54,13 +54,13 @@ impl Run {
         };
         let models = [false, slanders].map(|slanders| model(rng.bits(), slanders));
         let disk = Disk::new(rng.bits(), DISK_LEN);
-        let limits = Limits {
+        let limits = VolumeLimits {
             fetches_max: *rng.pick(&[1, 2, 4, 32]),
             fetches_per_read: *rng.pick(&[1, 2, 4]),
             background_fetches: *rng.pick(&[1, 2, 4]),
             cpu_threads: 0,
             write_threads: 0,
-            ..Limits::default()
+            ..VolumeLimits::default()
         };
         let (report, trace) = (Report::default(), String::new());
         Self { rng, models, which: 0, disk, limits, report, trace }
@@ -190,7 +190,7 @@ impl Run {
         if matches!(world.source.mood(), Mood::Hostile | Mood::Dead) {
             world.settle().await?;
             // Abandoned fetches fail at once for a while.
-            sleep(Limits::default().given_up_for).await;
+            sleep(VolumeLimits::default().given_up_for).await;
         }
         self.note(format_args!("the source: {mood:?}"));
         world.source.set_mood(mood);

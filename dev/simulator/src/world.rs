@@ -3,8 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, Fill, FillState, Limits, ProfilePrefetch, ProfileState, Volume};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
+use burgeon_volume::{
+    CacheAccess, Fill, FillState, ProfilePrefetch, ProfileState, Volume, VolumeLimits,
+};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -32,7 +34,7 @@ pub(crate) struct World {
     volume: Arc<SimVolume>,
     cache: Arc<Cache>,
     counters: Arc<Counters>,
-    limits: Limits,
+    limits: VolumeLimits,
     readers: Vec<JoinHandle<Result<(), String>>>,
     fill: Option<Fill>,
     profile: Option<ProfilePrefetch>,
@@ -41,7 +43,12 @@ pub(crate) struct World {
 
 impl World {
     /// Starts the machine: `model`'s image over the content of `disk`.
-    pub(crate) fn boot(model: &Arc<Model>, disk: &Disk, limits: &Limits, rng: &mut Rng) -> Self {
+    pub(crate) fn boot(
+        model: &Arc<Model>,
+        disk: &Disk,
+        limits: &VolumeLimits,
+        rng: &mut Rng,
+    ) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
         let cache =
@@ -302,8 +309,8 @@ impl World {
 }
 
 /// Settings of a cache that pauses for no time, because the simulated clock is not its clock.
-fn settings(rng: &mut Rng) -> Settings {
-    Settings {
+fn settings(rng: &mut Rng) -> CacheSettings {
+    CacheSettings {
         limit: *rng.pick(&[None, None, Some(Amount::Bytes(2 << 20))]),
         keep_free: Amount::Bytes(0),
         memory: *rng.pick(&[0, 1 << 20]),
@@ -311,7 +318,7 @@ fn settings(rng: &mut Rng) -> Settings {
         record_age: Duration::ZERO,
         pause_min: Duration::ZERO,
         pause_max: Duration::ZERO,
-        ..Settings::default()
+        ..CacheSettings::default()
     }
 }
 

@@ -6,8 +6,8 @@ use std::sync::Mutex;
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Digest, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink, NodeSource,
-    Patcher, SeedInfo, SeedOptions, Span, Tree, Uuids, check, write_seed,
+    BlobRange, DATA_START, Dirent, FileExtent, Identity, Inode, InodeBody, NODE_SIZE, NodeSink,
+    NodeSource, Patcher, SeedInfo, SeedOptions, Tree, Uuids, check, write_seed,
 };
 use testkit::Rng;
 
@@ -42,7 +42,7 @@ impl NodeSource for Nodes {
     }
 }
 
-fn inode(mode: u32, body: Body, size: u64) -> Inode {
+fn inode(mode: u32, body: InodeBody, size: u64) -> Inode {
     Inode {
         mode,
         uid: 0,
@@ -61,15 +61,15 @@ fn inode(mode: u32, body: Body, size: u64) -> Inode {
 /// A template of a folder with files of one block each.
 fn template(checksum: ChecksumKind) -> (SeedInfo, [Vec<u8>; 2]) {
     let mut tree = Tree::default();
-    tree.inodes.push(inode(0o040755, Body::None, 0));
+    tree.inodes.push(inode(0o040755, InodeBody::None, 0));
     for n in 0..FILES {
         let name = format!("file {n}");
-        let span = Span { start: tree.blob.len() as u64, len: name.len() as u32 };
+        let span = BlobRange { start: tree.blob.len() as u64, len: name.len() as u32 };
         tree.blob.extend(name.bytes());
         tree.dirents.push(Dirent { parent: 0, inode: n + 1, name: span });
         let address = DATA_START + u64::from(n) * BLOCK_SIZE;
         tree.extents.push(FileExtent { file_offset: 0, address, len: BLOCK_SIZE });
-        tree.inodes.push(inode(0o100644, Body::Extents { first: n, count: 1 }, BLOCK_SIZE));
+        tree.inodes.push(inode(0o100644, InodeBody::Extents { first: n, count: 1 }, BLOCK_SIZE));
     }
     let data_end = DATA_START + u64::from(FILES) * BLOCK_SIZE;
     let mut options = SeedOptions::new(data_end, Uuids::derive(&Digest::of(b"a test")));

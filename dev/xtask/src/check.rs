@@ -41,7 +41,7 @@ const FUZZ_SECONDS: u32 = 12;
 /// own.
 const MINUTES: u64 = 70;
 
-/// How long a test may be silent. The slowest say something each minute on an idle machine.
+/// Time for which a test may be silent. The slowest say something each minute on an idle machine.
 const SILENCE: Duration = Duration::from_secs(720);
 
 /// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
@@ -117,7 +117,7 @@ struct Run {
     errors: Errors,
     /// It has no tests of its own, and counts as one.
     is_check: bool,
-    /// How long it may be silent.
+    /// Time for which it may be silent.
     silence: Duration,
     /// Nothing waits for it longer.
     until: Option<Instant>,
@@ -276,7 +276,7 @@ impl<'a> Steps<'a> {
         let until = self.until;
         let (errors, is_check, silence) = (Errors::Along, true, SILENCE);
         let budget = Run { name, command, errors, is_check, silence, until };
-        // What waits for nothing follows the guest that takes longest.
+        // A part that waits for nothing follows the guest that takes longest.
         let mut rest = lab;
         rest.splice(rest.len().min(1)..rest.len().min(1), self.fuzz_build());
         let rest = rest.into_iter().chain([budget]);
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_time_left_fails() {
+    fn a_part_without_time_left_fails() {
         let (name, command) = ("it".to_owned(), Command::new("true"));
         let until = Some(Instant::now());
         let (errors, is_check, silence) = (Errors::Apart, false, SILENCE);

@@ -42,7 +42,7 @@ struct List {
     disk_mb: Option<&'static str>,
 }
 
-/// What `make test` runs in the lab: what no test of the host can show, because there is no ublk,
+/// Tests that `make test` runs in the lab, which the host cannot run, because there is no ublk,
 /// no reboot, no systemd and no lack of memory.
 ///
 /// Two lists run side by side; whichever ends first is followed by the next. So the longest come
@@ -106,10 +106,10 @@ const LISTS: [List; 6] = [
     },
 ];
 
-/// What `cargo xtask kernels`, a part of `make soak`, runs as well: tests which the host runs, too,
-/// over FUSE and on its own kernel. Tests of the command make sure that they mount over ublk, or
-/// over FUSE. Left out are those that need the room or the programs of this machine, and those that
-/// depend on no kernel and no transport.
+/// Tests that `cargo xtask kernels`, a part of `make soak`, runs as well: those which the host
+/// runs, too, over FUSE and on its own kernel. Tests of the command make sure that they mount over
+/// ublk, or over FUSE. Left out are those that need the room or the programs of this machine, and
+/// those that depend on no kernel and no transport.
 const LONG_LISTS: [List; 4] = [
     List {
         name: "writes and refusals over ublk, on Linux 6.12",

@@ -75,7 +75,7 @@ pub(crate) enum Errors {
     Along,
 }
 
-/// How long a command may run.
+/// The time limits of a command.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
     /// Without a line. Then the program that it runs is ended, and the next one may go on: a test
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_end_when_it_is_asked_is_killed_after_its_grace() {
+    fn a_command_that_does_not_end_when_asked_is_killed_after_its_grace() {
         let over = Instant::now() - super::GRACE;
         let mut command = Command::new("sh");
         command.args(["-c", "sh -c \"trap '' TERM; while :; do sleep 1; done\"; exit $?"]);

@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_tests_in_the_product_is_found() {
+    fn code_for_tests_in_the_product_is_found() {
         let mut workspace = workspace("burgeon-volume", "burgeon-cache", None);
         assert_eq!(crate_arrows(&workspace, ARROWS).unwrap().len(), 0);
         let dependency = &mut workspace["packages"][0]["dependencies"][0];

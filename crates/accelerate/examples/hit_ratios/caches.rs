@@ -4,7 +4,7 @@ use std::collections::BinaryHeap;
 
 use burgeon_accelerate::{
     keys::Key,
-    policy::{Fate, Policy, PolicyKind},
+    policy::{BlockPolicy, Fate, PolicyKind},
     sets::{Sets, WAYS},
 };
 
@@ -54,14 +54,14 @@ impl Junk {
 /// The index and a policy of the crate, as the cache uses them.
 struct Ours {
     sets: Sets,
-    policy: Policy,
+    policy: BlockPolicy,
     written: u64,
 }
 
 impl Ours {
     fn new(kind: PolicyKind, slots: u32) -> Self {
         let sets = Sets::new(slots / WAYS as u32);
-        let policy = Policy::new(kind, &sets);
+        let policy = BlockPolicy::new(kind, &sets);
         Self { sets, policy, written: 0 }
     }
 

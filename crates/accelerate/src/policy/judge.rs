@@ -8,7 +8,7 @@
 //! The samples are complete small caches, so what is learnt from them costs no hit and no write.
 //! All three see the same requests, so a few thousand are enough to compare them.
 
-use super::{Fate, Policy, PolicyKind, Strictness, ghosts::mixed};
+use super::{BlockPolicy, Fate, PolicyKind, Strictness, ghosts::mixed};
 use crate::{
     keys::Key,
     sets::{Sets, WAYS},
@@ -29,7 +29,7 @@ struct Trial {
     strictness: Strictness,
     cost: f64,
     sets: Sets,
-    policy: Policy,
+    policy: BlockPolicy,
     misses: f64,
 }
 
@@ -50,7 +50,7 @@ impl Judge {
         let sampled = (sets / sample).max(1);
         let trial = |(strictness, cost)| {
             let sets = Sets::new(sampled);
-            let policy = Policy::fixed(PolicyKind::Adaptive, strictness, &sets);
+            let policy = BlockPolicy::fixed(PolicyKind::Adaptive, strictness, &sets);
             Trial { strictness, cost, sets, policy, misses: 0.0 }
         };
         let slots = f64::from(sampled) * WAYS as f64;

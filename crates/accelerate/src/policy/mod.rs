@@ -20,7 +20,8 @@
 //! ```
 //!
 //! Invariants:
-//! - A slot that [`Policy::miss`] gives out is reserved for its caller until [`Policy::release`].
+//! - A slot that [`BlockPolicy::miss`] gives out is reserved for its caller until
+//!   [`BlockPolicy::release`].
 //! - Nothing here is stored: a policy starts anew with each start, and can be replaced at any time.
 
 mod ghosts;
@@ -103,7 +104,7 @@ const GHOSTS_MAX: u64 = 128 << 20;
 const WINDOW_MAX: u64 = 16 << 10;
 
 /// The state of a policy.
-pub struct Policy {
+pub struct BlockPolicy {
     kind: PolicyKind,
     /// Of each set, the way to look at next.
     hands: Box<[u8]>,
@@ -118,7 +119,7 @@ pub struct Policy {
     reserved: HashSet<Slot>,
 }
 
-impl Policy {
+impl BlockPolicy {
     /// A policy for an index of this size.
     pub fn new(kind: PolicyKind, sets: &Sets) -> Self {
         let judge = (kind == PolicyKind::Adaptive).then(|| Box::new(Judge::new(sets.sets())));

@@ -9,7 +9,7 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Mode, SlowDevice, Store, Trust, create_with, format::Layout,
+    CacheStore, CachedDevice, DeviceOptions, Mode, SlowDevice, Trust, create_with, format::Layout,
     policy::PolicyKind,
 };
 use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
@@ -167,10 +167,10 @@ impl Machine {
         self.attach("slow", &self.slow, trust, DeviceOptions::new(Mode::WriteBack))
     }
 
-    pub(crate) fn store(&self, trust: Trust) -> Result<Arc<Store<Disk>>> {
+    pub(crate) fn store(&self, trust: Trust) -> Result<Arc<CacheStore<Disk>>> {
         let (len, distrust) =
             (CACHE_LEN as u64, Box::new(|_: &[burgeon_accelerate::Dirty]| Ok(())));
-        Store::open(self.cache.clone(), len, trust, PolicyKind::Clock, distrust).map(Arc::new)
+        CacheStore::open(self.cache.clone(), len, trust, PolicyKind::Clock, distrust).map(Arc::new)
     }
 
     pub(crate) fn attach(

@@ -152,7 +152,7 @@ fn check_device_extents(
             let good = (tree, object) == (object::CHUNK_TREE, object::FIRST_CHUNK_TREE)
                 && take.array()? == uuid
                 && chunk == key.offset;
-            ensure(good, || "it is no extent of a chunk of this seed".into())?;
+            ensure(good, || "it is not an extent of a chunk of this seed".into())?;
             found.push((key.objectid, chunk, len));
             Ok(())
         })?;

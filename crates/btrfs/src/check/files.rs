@@ -120,7 +120,7 @@ impl FileBatch {
                 while !take.is_empty() {
                     let (location, kind, name, _) = entry(&mut take)?;
                     let good = location == Key::default() && kind == FILE_TYPE_XATTR;
-                    ensure(good, || "it is no extended attribute".into())?;
+                    ensure(good, || "it is not an extended attribute".into())?;
                     check_hash(&mut seen, name, key.offset)?;
                 }
             }

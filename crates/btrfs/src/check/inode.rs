@@ -28,7 +28,7 @@ impl Stated {
         let good = generation == GENERATION
             && transaction == GENERATION
             && matches!(flags, 0 | INODE_NODATASUM);
-        ensure(good, || "it is no inode of this seed".into())?;
+        ensure(good, || "it is not an inode of this seed".into())?;
         for _ in 0..4 {
             take.u64()?;
             ensure(take.u32()? < 1_000_000_000, || "a time has too many nanoseconds".into())?;
@@ -90,7 +90,7 @@ impl InodeFacts {
         let coding = take.bytes(4)?;
         let kind = take.u8()?;
         let plain = generation == GENERATION && coding.iter().all(|byte| *byte == 0);
-        ensure(plain, || "it is no plain extent of this seed".into())?;
+        ensure(plain, || "it is not a plain extent of this seed".into())?;
         if kind == 0 {
             let good = ram == take.0.len() as u64
                 && (1..=u64::from(INLINE_MAX)).contains(&ram)
@@ -148,13 +148,16 @@ impl InodeFacts {
         right(u64::from(stated.links) == names && names > 0, "has a wrong number of links")?;
         right(!is_directory || names == 1, "is a directory with two names")?;
         right(!self.is_root || (is_directory && self.names == 0), "cannot be the root")?;
-        right(is_directory || self.indexes.is_none(), "has entries and is no directory")?;
+        right(is_directory || self.indexes.is_none(), "has entries and is not a directory")?;
         let first = self.indexes.map_or(2, |(first, _)| first);
         right(first == 2, "lacks its first entry")?;
         let has_body = self.inline.is_some() || self.extents.is_some();
-        right(matches!(kind, 1 | 7) || !has_body, "has content and is no file")?;
-        right(kind == 1 || !stated.nodatasum, "is no file and has no checksums")?;
-        right(matches!(kind, 3 | 4) || stated.rdev == 0, "has a device number and is no device")?;
+        right(matches!(kind, 1 | 7) || !has_body, "has content and is not a file")?;
+        right(kind == 1 || !stated.nodatasum, "is not a file and has no checksums")?;
+        right(
+            matches!(kind, 3 | 4) || stated.rdev == 0,
+            "has a device number and is not a device",
+        )?;
         let bytes = self.inline.unwrap_or(self.extent_bytes);
         right(stated.bytes == bytes, "has a wrong number of bytes")?;
         let size = match (kind, self.inline) {

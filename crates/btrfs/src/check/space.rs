@@ -43,7 +43,7 @@ pub(super) struct Space {
     /// area.
     lazy_uses: usize,
     nodes: Vec<(u64, u8, u64)>,
-    summed: Vec<Range>,
+    with_checksums: Vec<Range>,
 }
 
 /// A block group: start, length, used bytes, flags.
@@ -68,7 +68,7 @@ impl SpaceBatch {
             kind::METADATA_ITEM => {
                 let good = take.u64s()? == [1, GENERATION, FLAG_TREE_BLOCK]
                     && take.u8()? == kind::TREE_BLOCK_REF;
-                ensure(good, || "it is no node of this seed".into())?;
+                ensure(good, || "it is not a node of this seed".into())?;
                 self.nodes.push((key.objectid, key.offset as u8, take.u64()?));
                 take.end()
             }
@@ -92,7 +92,7 @@ impl SpaceBatch {
     fn extent(&mut self, key: Key, mut take: Take) -> Result<()> {
         let [claims, generation, flags] = take.u64s()?;
         let good = generation == GENERATION && flags == FLAG_DATA;
-        ensure(good, || "it is no data extent of this seed".into())?;
+        ensure(good, || "it is not a data extent of this seed".into())?;
         let mut last = u64::MAX;
         while !take.is_empty() {
             let inline = take.u8()? == kind::EXTENT_DATA_REF;
@@ -145,8 +145,8 @@ pub(super) fn read(
     let right = all.virtual_uses.len() == all.uses.len() - lazy_uses
         && all.virtual_uses.iter().all(|address| *address >= area_start);
     ensure(right, || "an extent is used by the other subvolume".into())?;
-    let summed = read_checksums(reader, roots)?;
-    Ok(Space { extents: all.extents, uses: all.uses, lazy_uses, nodes: all.nodes, summed })
+    let with_checksums = read_checksums(reader, roots)?;
+    Ok(Space { extents: all.extents, uses: all.uses, lazy_uses, nodes: all.nodes, with_checksums })
 }
 
 /// Lazy extents lie in lazy data, each inside one data chunk, and none overlaps another.
@@ -315,17 +315,17 @@ impl Space {
                 "extents and files disagree: {ours:?} in the extent tree, {theirs:?} in a file"
             )));
         }
-        let mut summed: Vec<Range> = Vec::new();
+        let mut with_checksums: Vec<Range> = Vec::new();
         for same in lazy.chunk_by(|a, b| a.address == b.address) {
             let without = same.iter().filter(|one| files.nodatasum.contains(&one.inode)).count();
             ensure(without == 0 || without == same.len(), || {
                 format!("the extent at {} is both with and without checksums", same[0].address)
             })?;
             if without == 0 {
-                append(&mut summed, Range { start: same[0].address, len: same[0].len })?;
+                append(&mut with_checksums, Range { start: same[0].address, len: same[0].len })?;
             }
         }
-        ensure(summed == self.summed, || {
+        ensure(with_checksums == self.with_checksums, || {
             "the blocks with checksums are not those of files with checksums".into()
         })
     }

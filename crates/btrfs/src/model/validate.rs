@@ -10,7 +10,7 @@ use crate::{
         XATTR_MAX, file_type, name_hash,
     },
     invalid,
-    tree::{Body, Inode, Span, Tree},
+    tree::{BlobRange, Inode, InodeBody, Tree},
 };
 
 /// The VFS's largest file.
@@ -213,7 +213,7 @@ fn entries<'t, T>(all: &'t [T], first: u32, count: u32, what: &str) -> Result<&'
     all.get(range).ok_or_else(|| format!("its {what} are beyond the end of the table"))
 }
 
-fn bytes<'t>(tree: &'t Tree, span: Span, what: &str) -> Result<&'t [u8], String> {
+fn bytes<'t>(tree: &'t Tree, span: BlobRange, what: &str) -> Result<&'t [u8], String> {
     let beyond = || format!("its {what} is beyond the end of the blob");
     let start = usize::try_from(span.start).map_err(|_| beyond())?;
     let end = start.checked_add(span.len as usize).ok_or_else(beyond)?;
@@ -236,9 +236,9 @@ fn check_inode(tree: &Tree, inode: &Inode) -> Result<(), String> {
         return Err(format!("it cannot be {} bytes long", inode.size));
     }
     match inode.body {
-        Body::None if kind == 7 => return Err("a symlink needs a target".into()),
-        Body::None => {}
-        Body::Inline(span) => {
+        InodeBody::None if kind == 7 => return Err("a symlink needs a target".into()),
+        InodeBody::None => {}
+        InodeBody::Inline(span) => {
             let content = bytes(tree, span, "content")?;
             if !matches!(kind, 1 | 7) || u64::from(span.len) != inode.size || span.len > INLINE_MAX
             {
@@ -248,10 +248,10 @@ fn check_inode(tree: &Tree, inode: &Inode) -> Result<(), String> {
                 return Err("its target is empty or contains a zero byte".into());
             }
         }
-        Body::Extents { first, count } if is_file => {
+        InodeBody::Extents { first, count } if is_file => {
             entries(&tree.extents, first, count, "extents")?;
         }
-        Body::Extents { .. } => return Err("only a file can have extents".into()),
+        InodeBody::Extents { .. } => return Err("only a file can have extents".into()),
     }
     if inode.nodatasum && !is_file {
         return Err("only a file can go without checksums".into());

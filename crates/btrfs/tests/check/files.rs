@@ -69,8 +69,8 @@ fn inode_items_agree_with_other_items() {
     let wrong = |expected: &str, number: u64, at: usize, bytes: &[u8]| {
         broken(expected, |s| s.edit_item(FILES, (number, 1, 0), put(at, bytes)));
     };
-    wrong("no inode of this seed", DATA, 0, &[2]);
-    wrong("no inode of this seed", DATA, 64, &[2]);
+    wrong("not an inode of this seed", DATA, 0, &[2]);
+    wrong("not an inode of this seed", DATA, 64, &[2]);
     wrong("nanoseconds", DATA, 112 + 8, &[0xff; 4]);
     wrong("a mode that is none", DATA, 52, &[0xff; 4]);
     wrong("number of links", DATA, 40, &[2]);
@@ -86,8 +86,8 @@ fn inode_items_agree_with_other_items() {
     wrong("a wrong size", DEVICE, 16, &[5]);
     wrong("device number", DATA, 56, &[5]);
     wrong("and has no checksums", DIRECTORY, 64, &[1]);
-    wrong("has entries and is no directory", DIRECTORY, 52, &0o100755u32.to_le_bytes());
-    wrong("has content and is no file", DATA, 52, &0o010644u32.to_le_bytes());
+    wrong("has entries and is not a directory", DIRECTORY, 52, &0o100755u32.to_le_bytes());
+    wrong("has content and is not a file", DATA, 52, &0o010644u32.to_le_bytes());
     wrong("disagree on types", DEVICE, 52, &0o060644u32.to_le_bytes());
     wrong("cannot be the root", 256, 52, &0o010644u32.to_le_bytes());
     broken("at offset 0", |s| s.edit_key(FILES, (INLINE, 1, 0), (INLINE, 1, 1)));
@@ -122,7 +122,7 @@ fn names_agree_in_all_items() {
         let key = s.key(FILES, 24);
         s.edit_item(FILES, key, put(30, b"X"));
     });
-    broken("no extended attribute", |s| {
+    broken("not an extended attribute", |s| {
         let key = s.key(FILES, 24);
         s.edit_item(FILES, key, put(29, [1]));
     });
@@ -189,7 +189,7 @@ fn a_directory_cycle_is_found() {
 fn file_extents_are_whole_and_disjoint() {
     broken("not a whole extent", |s| s.edit_item(FILES, (DATA, 108, 0), add(37, 4096)));
     broken("not a whole extent", |s| s.edit_item(FILES, (DATA, 108, 0), put(20, [2])));
-    broken("no plain extent", |s| s.edit_item(FILES, (DATA, 108, 0), put(16, [1])));
+    broken("not a plain extent", |s| s.edit_item(FILES, (DATA, 108, 0), put(16, [1])));
     broken("cannot be inline", |s| s.edit_item(FILES, (INLINE, 108, 0), add(8, 1)));
     broken("overlaps the extent before", |s| {
         s.edit_key(FILES, (MANY, 108, 8192), (MANY, 108, 8193));

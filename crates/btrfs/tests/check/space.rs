@@ -49,7 +49,7 @@ fn extents_are_disjoint_and_match_their_uses() {
         let key = first(s);
         s.edit_key(EXTENT, key, (key.0, 168, key.2 + 4096));
     });
-    broken("no data extent", |s| s.edit_item(EXTENT, first(s), add(8, 1)));
+    broken("not a data extent", |s| s.edit_item(EXTENT, first(s), add(8, 1)));
     broken("than a file", |s| s.edit_item(EXTENT, first(s), put(24, [182])));
     broken("not ours", |s| s.edit_item(EXTENT, first(s), put(24 + 1 + 24, [2])));
     broken("not ours", |s| s.edit_item(EXTENT, first(s), add(25, 2)));
@@ -82,7 +82,7 @@ fn extents_are_disjoint_and_match_their_uses() {
         s.edit_key(EXTENT, last, (last.0 + 1, 178, last.2));
         s.edit_item(EXTENT, (last.0, 168, 4096), add(0, u64::MAX));
     });
-    broken("no node of this seed", |s| {
+    broken("not a node of this seed", |s| {
         let key = s.key(EXTENT, 169);
         s.edit_item(EXTENT, key, add(0, 1));
     });

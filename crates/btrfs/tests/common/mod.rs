@@ -8,8 +8,8 @@ use std::{fs::File, os::unix::fs::FileExt, path::Path, sync::Mutex};
 
 use burgeon_block::{ChecksumKind, Digest, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink,
-    NodeSource, Patcher, Report, SeedInfo, SeedOptions, Tree, Uuids, Xattr, check, for_each_item,
+    CheckReport, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, InodeBody, NODE_SIZE,
+    NodeSink, NodeSource, Patcher, SeedInfo, SeedOptions, Tree, Uuids, Xattr, check, for_each_item,
     superblock, superblock_offsets, write_seed,
 };
 
@@ -64,7 +64,7 @@ impl NodeSource for Seed {
 }
 
 impl Seed {
-    pub(crate) fn check(&self) -> Result<Report> {
+    pub(crate) fn check(&self) -> Result<CheckReport> {
         check(&self.info, &TEMPLATE, self)
     }
 
@@ -204,11 +204,11 @@ pub(crate) struct Builder {
 impl Builder {
     pub(crate) fn new() -> Self {
         let mut builder = Self { tree: Tree::default(), data: Vec::new(), entries: Vec::new() };
-        builder.inode(DIR, Body::None, 0);
+        builder.inode(DIR, InodeBody::None, 0);
         builder
     }
 
-    pub(crate) fn inode(&mut self, mode: u32, body: Body, size: u64) -> u32 {
+    pub(crate) fn inode(&mut self, mode: u32, body: InodeBody, size: u64) -> u32 {
         let number = self.tree.inodes.len() as u32;
         self.tree.inodes.push(Inode {
             mode,
@@ -227,7 +227,7 @@ impl Builder {
     }
 
     pub(crate) fn add(&mut self, parent: u32, name: impl AsRef<[u8]>, mode: u32) -> u32 {
-        let inode = self.inode(mode, Body::None, 0);
+        let inode = self.inode(mode, InodeBody::None, 0);
         self.link(parent, name, inode);
         inode
     }
@@ -243,7 +243,7 @@ impl Builder {
     }
 
     pub(crate) fn inline(&mut self, parent: u32, name: impl AsRef<[u8]>, content: &[u8]) -> u32 {
-        let body = Body::Inline(self.tree.push_bytes(content).unwrap());
+        let body = InodeBody::Inline(self.tree.push_bytes(content).unwrap());
         let inode = self.inode(FILE, body, content.len() as u64);
         self.link(parent, name, inode);
         inode
@@ -271,7 +271,7 @@ impl Builder {
             address,
             len,
         }));
-        let body = Body::Extents { first, count: extents.len() as u32 };
+        let body = InodeBody::Extents { first, count: extents.len() as u32 };
         let inode = self.inode(FILE, body, size);
         self.link(parent, name, inode);
         inode

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use burgeon_btrfs::{Body, Tree, for_each_item};
+use burgeon_btrfs::{InodeBody, Tree, for_each_item};
 
 use super::{Seed, TEMPLATE, get_u16, get_u32, get_u64};
 
@@ -50,7 +50,7 @@ pub(crate) fn of_tree(tree: &Tree) -> Model {
             nodatasum: inode.nodatasum,
             ..ModelEntry::default()
         };
-        if let Body::Inline(span) = inode.body {
+        if let InodeBody::Inline(span) = inode.body {
             entry.inline = tree.bytes(span).to_vec();
             entry.bytes = inode.size;
         }

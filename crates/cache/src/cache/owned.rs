@@ -7,7 +7,7 @@ use burgeon_block::Result;
 use super::Cache;
 use crate::{
     CacheState, ChunkKey, ChunkStore, Here, Hold, Place, Why,
-    owners::{NOBODY, Number, OwnedBytes, Owner, Scope},
+    owners::{ChunkOwner, NOBODY, Number, OwnedBytes, Scope},
     shared::lock,
 };
 
@@ -22,14 +22,14 @@ struct OwnedStore {
 
 impl Cache {
     /// The same cache, in which admitted chunks are those of `owner`.
-    pub fn for_owner(self: &Arc<Self>, owner: &Owner) -> Arc<dyn ChunkStore> {
+    pub fn for_owner(self: &Arc<Self>, owner: &ChunkOwner) -> Arc<dyn ChunkStore> {
         let number = lock(&self.shared.admin).owners.join(owner);
         Arc::new(OwnedStore { cache: Arc::clone(self), owner: number })
     }
 
     /// The chunks with these keys that nobody owns are those of `owner` from now on. Chunks beyond
     /// its limits are evicted before this returns.
-    pub fn claim(&self, owner: &Owner, keys: &[ChunkKey]) {
+    pub fn claim(&self, owner: &ChunkOwner, keys: &[ChunkKey]) {
         let shared = &*self.shared;
         for keys in keys.chunks(BATCH) {
             let mut admin = lock(&shared.admin);
@@ -65,7 +65,7 @@ impl Cache {
     }
 
     /// True if one of them is about `owner`.
-    pub fn is_limited(&self, owner: &Owner) -> bool {
+    pub fn is_limited(&self, owner: &ChunkOwner) -> bool {
         self.limits().iter().any(|(scope, _)| scope.has(owner))
     }
 

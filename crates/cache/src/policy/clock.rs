@@ -1,4 +1,4 @@
-use super::{Policy, Pressure};
+use super::{ChunkPolicy, Pressure};
 use crate::Why;
 
 const EMPTY: u8 = 0;
@@ -14,7 +14,7 @@ pub struct Clock {
     live: usize,
 }
 
-impl Policy for Clock {
+impl ChunkPolicy for Clock {
     fn admit(&mut self, _: u64, _: u32, _: Why, _: Pressure) -> bool {
         true
     }
@@ -61,7 +61,7 @@ impl Policy for Clock {
 #[cfg(test)]
 mod tests {
     use super::Clock;
-    use crate::{Why, policy::Policy};
+    use crate::{Why, policy::ChunkPolicy};
 
     #[test]
     fn touched_slots_outlive_the_others() {

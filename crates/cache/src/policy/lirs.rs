@@ -15,7 +15,7 @@
 
 use std::collections::HashMap;
 
-use super::{Policy, Pressure, order::Queue};
+use super::{ChunkPolicy, Pressure, order::Queue};
 use crate::Why;
 
 /// The share of the stored bytes that is far.
@@ -137,7 +137,7 @@ impl Lirs {
     }
 }
 
-impl Policy for Lirs {
+impl ChunkPolicy for Lirs {
     fn admit(&mut self, _: u64, _: u32, _: Why, _: Pressure) -> bool {
         true
     }
@@ -222,7 +222,7 @@ impl Policy for Lirs {
 #[cfg(test)]
 mod tests {
     use super::{GONE, Lirs, Member};
-    use crate::{Why, policy::Policy};
+    use crate::{Why, policy::ChunkPolicy};
 
     fn check(policy: &Lirs) {
         let bottom = policy.stack.first().map(|(_, member)| *member);

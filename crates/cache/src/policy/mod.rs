@@ -23,7 +23,7 @@ pub use tiny_lfu::TinyLfu;
 
 use crate::Why;
 
-/// How full the cache is.
+/// The fill level of the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pressure {
     /// There is room: everything is admitted.
@@ -33,7 +33,7 @@ pub enum Pressure {
 }
 
 /// Chooses what is evicted and what is admitted.
-pub trait Policy: Send {
+pub trait ChunkPolicy: Send {
     /// True if the chunk is worth the eviction of others. Not asked while there is room.
     fn admit(&mut self, key_hash: u64, bytes: u32, why: Why, pressure: Pressure) -> bool;
 

@@ -1,4 +1,4 @@
-use super::{Policy, Pressure, rng::Rng};
+use super::{ChunkPolicy, Pressure, rng::Rng};
 use crate::Why;
 
 const ABSENT: u32 = u32::MAX;
@@ -18,7 +18,7 @@ impl Random {
     }
 }
 
-impl Policy for Random {
+impl ChunkPolicy for Random {
     fn admit(&mut self, _: u64, _: u32, _: Why, _: Pressure) -> bool {
         true
     }

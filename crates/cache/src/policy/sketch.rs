@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_longer_seen_is_forgotten() {
+    fn keys_that_are_no_longer_seen_are_forgotten() {
         let mut sketch = Sketch::default();
         (0..100).for_each(|_| sketch.count(1));
         assert_eq!(sketch.estimate(1), 15);

@@ -10,7 +10,7 @@
 //! evicted is not offered again before all others, or before the next chunk arrives. Everything is
 //! admitted, because the window is on the disk, too.
 
-use super::{Policy, Pressure, order::Queue, sketch::Sketch};
+use super::{ChunkPolicy, Pressure, order::Queue, sketch::Sketch};
 use crate::Why;
 
 /// The window's share of the stored bytes.
@@ -95,7 +95,7 @@ impl TinyLfu {
     }
 }
 
-impl Policy for TinyLfu {
+impl ChunkPolicy for TinyLfu {
     fn admit(&mut self, _: u64, _: u32, _: Why, _: Pressure) -> bool {
         true
     }
@@ -159,7 +159,7 @@ impl Policy for TinyLfu {
 #[cfg(test)]
 mod tests {
     use super::{In, TinyLfu};
-    use crate::{Why, policy::Policy};
+    use crate::{Why, policy::ChunkPolicy};
 
     /// A hundred chunks that were never read again; the last one is the window.
     fn full() -> TinyLfu {

@@ -7,7 +7,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
     CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Hold, Place, Why,
-    policy::{Clock, Policy, Pressure},
+    policy::{ChunkPolicy, Clock, Pressure},
 };
 
 /// A failure that a [`MemoryStore`] is told to show until it is told otherwise.
@@ -35,7 +35,7 @@ struct Inner {
     slots: Vec<Option<Place>>,
     free: Vec<u32>,
     held: HashMap<ChunkKey, u32>,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn ChunkPolicy>,
     next: u64,
     fault: Option<Fault>,
     admitted: u64,
@@ -59,7 +59,7 @@ impl MemoryStore {
     }
 
     /// The same with another policy.
-    pub fn with_policy(limit: u64, policy: Box<dyn Policy>) -> Self {
+    pub fn with_policy(limit: u64, policy: Box<dyn ChunkPolicy>) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             limit,
             used: 0,

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use burgeon_cache::{Cache, ChunkStore, Settings, Why, policy::Clock, testing::CrashingDisk};
+use burgeon_cache::{Cache, CacheSettings, ChunkStore, Why, policy::Clock, testing::CrashingDisk};
 use testkit::Rng;
 
 use super::{chunk, is_here, key, settings};
@@ -13,7 +13,7 @@ pub const KEYS: u64 = 60;
 
 pub fn open(disk: &CrashingDisk) -> Cache {
     let pause = Duration::ZERO;
-    let short = Settings {
+    let short = CacheSettings {
         journal_len: 4000,
         pause_min: pause,
         pause_max: pause,

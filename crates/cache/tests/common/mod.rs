@@ -2,7 +2,7 @@
 
 pub mod lives;
 
-use burgeon_cache::{Amount, Cache, ChunkKey, ChunkStore, Domain, KeyKind, Settings};
+use burgeon_cache::{Amount, Cache, CacheSettings, ChunkKey, ChunkStore, Domain, KeyKind};
 
 pub const BLOCK: u64 = 4096;
 
@@ -32,12 +32,12 @@ pub fn is_here(cache: &Cache, n: u64) -> bool {
     false
 }
 
-pub fn settings(limit: u64) -> Settings {
-    Settings {
+pub fn settings(limit: u64) -> CacheSettings {
+    CacheSettings {
         limit: Some(Amount::Bytes(limit)),
         keep_free: Amount::Bytes(0),
         memory: 0,
         arena_len: 4 << 20,
-        ..Settings::default()
+        ..CacheSettings::default()
     }
 }

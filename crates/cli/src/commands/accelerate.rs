@@ -16,10 +16,10 @@ use std::{
 use anyhow::Result;
 use burgeon_accelerate::{Mode, format::Layout, policy::PolicyKind};
 use burgeon_accelerator::{
-    control::{Ask, Attach},
+    control::{Attach, ControlRequest},
     dirty::refuse_elsewhere,
     disk::Disk,
-    folder::{Folder, check_name},
+    folder::{CacheFolder, check_name},
     probe,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
@@ -46,7 +46,7 @@ Examples:
   mount /dev/burgeon/data /srv
   burgeon accelerate status
   burgeon accelerate set data mode=write-through sequential-cutoff=off dirty-limit=20%
-  burgeon accelerate flush data                          writes back what the cache alone has
+  burgeon accelerate flush data                          writes back its dirty blocks
   burgeon accelerate detach data                         after umount; /dev/sdb holds everything
   burgeon accelerate destroy fast
 
@@ -77,7 +77,7 @@ pub(crate) enum AccelerateCommand {
         /// Overwrite a file system, a partition table or another cache
         #[arg(long)]
         force: bool,
-        /// With --force: give up content that only the cache has which is overwritten
+        /// With --force: overwrite the device even if it holds blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
     },
@@ -95,8 +95,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, default_value = "write-through",
             value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
         mode: String,
-        /// The blocks that the cache keeps; of all its devices [default: as before, at first
-        /// adaptive]
+        /// Eviction policy of the whole cache [default: unchanged; adaptive for a new cache]
         #[arg(long, value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
         /// Let sequential requests bypass the cache from this length on; off for never
@@ -105,7 +104,7 @@ pub(crate) enum AccelerateCommand {
         /// Keep cached content: nothing else has written to the slow device since it was detached
         #[arg(long)]
         trust_clean: bool,
-        /// Give up content that the cache alone has of another device of this name
+        /// Give up the dirty blocks of another device of this name
         #[arg(long)]
         accept_loss: bool,
     },
@@ -138,7 +137,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(required = true, value_name = "SETTING=VALUE")]
         settings: Vec<String>,
     },
-    /// Write back what the cache alone has of a device, and make it durable there
+    /// Write the device's dirty blocks back, and make them durable
     Flush {
         /// The device's name
         name: String,
@@ -163,7 +162,7 @@ pub(crate) enum AccelerateCommand {
     Destroy {
         /// The cache's name
         cache_name: String,
-        /// Give up content that only the cache has
+        /// Give up blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
     },
@@ -217,9 +216,12 @@ fn create(
     (size, log_size): (Option<u64>, Option<u64>),
     (force, accept_loss): (bool, bool),
 ) -> Result<ExitCode> {
-    let folder = Folder::of(context.state.root(), name)?;
+    let folder = CacheFolder::of(context.state.root(), name)?;
     if folder.exists() {
-        let what = format!("there is a cache {name} already: `burgeon accelerate destroy {name}`");
+        let what = format!(
+            "cache {name} exists already: remove it with `burgeon accelerate destroy {name}`, or take \
+             another name"
+        );
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     refuse_accelerated(context.state.root())?;
@@ -303,7 +305,7 @@ fn refuse_dirty(disk: &Disk, verb: &str) -> Result<(), Error> {
 
 fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<ExitCode> {
     check_name(&attach.name)?;
-    let folder = Folder::of(context.state.root(), cache_name)?;
+    let folder = CacheFolder::of(context.state.root(), cache_name)?;
     folder.cache()?;
     refuse_accelerated(context.state.root())?;
     match find(context, &attach.name) {
@@ -318,7 +320,7 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     // Said here before anything starts; the supervisor opens it again, for good.
     drop(Disk::open(&attach.slow)?);
     folder.start_supervisor()?;
-    let done = folder.ask_supervisor(&Ask::Attach(attach))?;
+    let done = folder.ask_supervisor(&ControlRequest::Attach(attach))?;
     if let Some(note) = done["note"].as_str() {
         eprintln!("note: {note}; the device is served in {}", text(&done["mode"]));
     }
@@ -330,7 +332,7 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
     let folder = find(context, name)?;
     let (mut compared, mut wrong, mut next) = (0, 0, Some(0));
     while let Some(from) = next {
-        let done = folder.ask_server(&Ask::Check { name: name.to_owned(), from })?;
+        let done = folder.ask_server(&ControlRequest::Check { name: name.to_owned(), from })?;
         compared += done["compared_blocks"].as_u64().unwrap_or(0);
         wrong += done["wrong_blocks"].as_u64().unwrap_or(0);
         next = done["next"].as_u64().and_then(|next| u32::try_from(next).ok());
@@ -345,7 +347,7 @@ fn check(context: &Context, name: &str) -> Result<ExitCode> {
 }
 
 fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode> {
-    let folder = Folder::of(context.state.root(), name)?;
+    let folder = CacheFolder::of(context.state.root(), name)?;
     let path = folder.cache()?;
     if folder.is_served() {
         let what = format!("the cache {name} has attached devices: detach them first");

@@ -1,11 +1,11 @@
 //! The report on a finished build.
 
-use burgeon_image::builder::Report;
+use burgeon_image::builder::BuildReport;
 
 use crate::output::{bytes, counted};
 
 /// Reports a finished build. `done` is the verb.
-pub(super) fn describe(done: &str, shown: &str, report: &Report, stored: u64, seconds: f64) {
+pub(super) fn describe(done: &str, shown: &str, report: &BuildReport, stored: u64, seconds: f64) {
     let image = &report.image;
     println!(
         "{done} {shown} in {seconds:.1} s: {}, {} of data, stored in {}",

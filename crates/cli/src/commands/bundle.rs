@@ -18,8 +18,8 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_container::{ContainerOptions, Process};
-use burgeon_oci::{Settings, Source};
+use burgeon_container::{ContainerOptions, ContainerProcess};
+use burgeon_oci::{ImageSettings, Source};
 use rustix::fs::OFlags;
 use serde_json::json;
 
@@ -67,7 +67,7 @@ impl Choices {
         context: &Context,
         image: &str,
         root: &Path,
-    ) -> Result<(Settings, Process)> {
+    ) -> Result<(ImageSettings, ContainerProcess)> {
         let pull = self.pull.unwrap_or_default().into();
         let mut settings = oci_facts::settings(context, image, pull)?;
         settings.user = self.user.clone().unwrap_or(settings.user);
@@ -89,7 +89,7 @@ impl Choices {
         })?;
         let cannot = |e| Error::io(format!("cannot open {}", root.display()), e);
         let opened = File::open(root).map_err(cannot)?;
-        let process = Process::new(&settings, &command, opened.as_fd())?;
+        let process = ContainerProcess::new(&settings, &command, opened.as_fd())?;
         Ok((settings, process))
     }
 }

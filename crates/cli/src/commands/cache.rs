@@ -41,7 +41,7 @@ pub(crate) struct Cache {
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum CacheCommand {
-    /// Show its size, its limits, and how much came and went
+    /// Show its size, its limits, its admissions and evictions
     Status,
     /// Change its limits, now and for later daemons
     Resize {
@@ -61,7 +61,7 @@ pub(crate) enum CacheCommand {
         #[arg(value_parser = parse_size)]
         size: u64,
     },
-    /// Forget the data of an image, also what other images share with it
+    /// Remove the data of an image, including data shared with other images
     Drop {
         /// The image
         image: String,
@@ -92,9 +92,7 @@ pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode
     };
     let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
         let what = match mounts_without_daemon(&context.state) {
-            0 => {
-                "no daemon runs, so nobody has the cache: it runs while something is mounted".into()
-            }
+            0 => "no daemon runs: mount an image first".into(),
             _ => no_daemon(context),
         };
         return Err(Error::new(ErrorKind::Unavailable, what).into());

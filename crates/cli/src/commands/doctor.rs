@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_daemon::{
     Client,
     doctor::{self, Finding, Level},
-    protocol::{Reply, Request, Status},
+    protocol::{DaemonStatus, Reply, Request},
 };
 use serde_json::json;
 
@@ -91,7 +91,7 @@ fn held(context: &Context) -> Vec<Finding> {
 }
 
 /// The daemon's status, if it answers.
-fn ask_soon(context: &Context) -> Option<Status> {
+fn ask_soon(context: &Context) -> Option<DaemonStatus> {
     let client = Client::connect(&context.state).ok()??;
     client.wait_at_most(ANSWER_MAX);
     match client.call(&Request::Status).ok()?.0 {

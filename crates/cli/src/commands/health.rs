@@ -17,8 +17,9 @@ Examples:
 
 Exit code 1 means that programs wait for data, get EIO, or cannot write because btrfs forced the
 mount read-only; that the supervisor of mounts is dead; or that nothing is mounted at the path.
-Without a path, a daemon that does not run
-is fine while nothing is mounted. `burgeon doctor` examines the whole host.";
+Without a path, a daemon that does not run is fine while nothing is mounted.
+
+`burgeon doctor` examines the whole host.";
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Health {

@@ -5,7 +5,7 @@ use std::{fs::File, os::unix::fs::FileTypeExt, path::Path, process::ExitCode};
 use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
 use burgeon_image::{
-    builder::{self, BuildOptions, Pattern, Report},
+    builder::{self, BuildOptions, BuildReport, Pattern},
     catalog::{self, ImageRecord},
 };
 use burgeon_oci::Source;
@@ -102,7 +102,7 @@ fn refuse_mistakes(source: &Path, name: &str) -> Result<()> {
 }
 
 /// Reports the image that had the name before, if it was another one.
-fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
+fn say_replaced(before: Option<&ImageRecord>, report: &BuildReport) -> Result<()> {
     let Some(before) = before else { return Ok(()) };
     let (before, after) = (before.digest()?, report.image.digest()?);
     if before != after {
@@ -192,7 +192,7 @@ fn make(
     input: &Input,
     name: &str,
     options: &BuildOptions,
-) -> Result<(Report, std::time::Duration)> {
+) -> Result<(BuildReport, std::time::Duration)> {
     let store = context.create_store()?;
     store.check_writable()?;
     if let Some(folder) = context.store_location().folder() {

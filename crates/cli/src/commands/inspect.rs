@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::Digest;
-use burgeon_image::{Limits, Manifest, Paths, catalog};
+use burgeon_image::{Manifest, ManifestLimits, Paths, catalog};
 use serde_json::json;
 
 use super::{Context, named, oci_facts};
@@ -20,7 +20,7 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
     let store = context.open_store()?;
     let record = named::resolve(context, &store, &args.name)?;
     let digest = record.digest()?;
-    let manifest = catalog::load(&store, &digest, &Limits::default())?;
+    let manifest = catalog::load(&store, &digest, &ManifestLimits::default())?;
     if args.map {
         output::note(print_map(&manifest, context.json));
         return Ok(ExitCode::SUCCESS);

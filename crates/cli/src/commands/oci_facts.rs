@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_image::catalog::{ImageRecord, NamedPart, OciName, ReservedName};
-use burgeon_oci::{OciImage, Pull, Settings, Source, Tags};
+use burgeon_oci::{ImageSettings, OciImage, Pull, Source, Tags};
 use serde_json::{Value, json};
 
 use super::{Context, reading};
@@ -28,7 +28,7 @@ pub(super) fn known(context: &Context, typed: &str, record: &ImageRecord) -> Res
 
 /// The settings of the OCI image `text`, a reference. Its documents are read from its location if
 /// they are not kept, and `pull` allows it.
-pub(super) fn settings(context: &Context, text: &str, pull: Pull) -> Result<Settings> {
+pub(super) fn settings(context: &Context, text: &str, pull: Pull) -> Result<ImageSettings> {
     let what = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
     let source = Source::parse(text).unwrap_or_else(|| Err(what()))?;
     let (documents, folder) = (context.documents(), context.state.tags());

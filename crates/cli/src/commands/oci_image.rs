@@ -1,5 +1,5 @@
 //! Images elsewhere, for `mount`, `pull` and `build`. Burgeon images stay where they are; OCI
-//! images become images of the store at first sight.
+//! images become images of the store on their first mount on a host.
 
 use std::{process::ExitCode, time::Instant};
 

@@ -22,7 +22,7 @@ pub(super) fn push(context: &Context, args: &args::Push) -> Result<ExitCode> {
         return Err(mistakes::swapped("push", to, name).into());
     }
     let to = Name::parse(to).unwrap_or_else(|| {
-        let what = format!("{to} is no place for an image: oci://REGISTRY/REPOSITORY:TAG");
+        let what = format!("{to} is not a place for an image: oci://REGISTRY/REPOSITORY:TAG");
         Err(Error::new(ErrorKind::Invalid, what))
     })?;
     let (pushed, seconds) = send(context, name, &to)?;

@@ -22,7 +22,9 @@ use burgeon_daemon::{
     Client, keep_profile, kept_profile, note_recorded,
     protocol::{MountStatus, Reply, Request},
 };
-use burgeon_image::{Limits, Manifest, Profile, READS_MAX, catalog, load_profile, publish_profile};
+use burgeon_image::{
+    Manifest, ManifestLimits, Profile, READS_MAX, catalog, load_profile, publish_profile,
+};
 use burgeon_source::{Access, Store};
 use rustix::fs::{Advice, AtFlags, OFlags, StatxAttributes, StatxFlags, fadvise};
 use serde_json::json;
@@ -76,14 +78,15 @@ pub(super) fn note(context: &Context, image: &Digest, is_there: bool) -> Result<
 fn manifest(context: &Context, store: &Store, image: &Digest) -> Result<Manifest> {
     match manifest_here(context, image) {
         Some(manifest) => Ok(manifest),
-        None => Ok(catalog::load(store, image, &Limits::default())?),
+        None => Ok(catalog::load(store, image, &ManifestLimits::default())?),
     }
 }
 
 /// The manifest of a mounted image, if this host has it: no store is asked.
 pub(super) fn manifest_here(context: &Context, image: &Digest) -> Option<Manifest> {
     let bytes = fs::read(context.state.image(image).join("manifest")).ok()?;
-    (Digest::of(&bytes) == *image).then(|| Manifest::decode(&bytes, &Limits::default()).ok())?
+    (Digest::of(&bytes) == *image)
+        .then(|| Manifest::decode(&bytes, &ManifestLimits::default()).ok())?
 }
 
 /// Drops the page cache of the files below `root`, in this mount.

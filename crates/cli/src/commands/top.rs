@@ -19,7 +19,7 @@ use burgeon_daemon::{
     Client, MountId,
     doctor::mounts_without_daemon,
     log::one_line,
-    protocol::{HostCache, MountStatus, Status},
+    protocol::{DaemonStatus, HostCache, MountStatus},
 };
 use burgeon_image::Manifest;
 use serde::Serialize;
@@ -48,7 +48,7 @@ struct Look {
 }
 
 impl Look {
-    fn at(status: &Status) -> Self {
+    fn at(status: &DaemonStatus) -> Self {
         let of = |mount: &MountStatus| {
             let reads = &mount.reads;
             (mount.id, (reads.hits, reads.misses, reads.fetched_bytes + reads.background_bytes))
@@ -117,7 +117,7 @@ impl Rates<'_> {
 fn slowest(
     context: &Context,
     client: &Client,
-    status: &Status,
+    status: &DaemonStatus,
     manifests: &mut HashMap<Digest, Option<Manifest>>,
 ) -> Vec<(u64, u64, String)> {
     let mut files = Vec::new();
@@ -181,7 +181,7 @@ struct File {
 }
 
 impl Screen {
-    fn new(status: &Status, rates: &Rates<'_>, files: Vec<(u64, u64, String)>) -> Self {
+    fn new(status: &DaemonStatus, rates: &Rates<'_>, files: Vec<(u64, u64, String)>) -> Self {
         let local = rates.of(rates.last.hit_bytes, rates.now.hit_bytes);
         let waited = rates.of(rates.last.miss_bytes, rates.now.miss_bytes);
         let mut mounts: Vec<_> = status.mounts.iter().map(|mount| Row::new(mount, rates)).collect();

@@ -19,9 +19,9 @@ use burgeon_block::ByteRange;
 use burgeon_daemon::{
     Client, MountId,
     log::one_line,
-    protocol::{MountStatus, Reply, Request, Wait},
+    protocol::{MountStatus, Reply, Request, WaitStatus},
 };
-use burgeon_image::{Limits, Manifest, Profile, catalog};
+use burgeon_image::{Manifest, ManifestLimits, Profile, catalog};
 use burgeon_source::{Access, Store};
 use chrono::DateTime;
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 
 /// A wait, and the file that its first byte belongs to.
 pub(super) struct Located {
-    wait: Wait,
+    wait: WaitStatus,
     file: Option<(String, u64)>,
 }
 
@@ -78,7 +78,7 @@ pub(super) fn trace(context: &Context, options: &Trace) -> Result<ExitCode> {
     let (client, mount) = mount_of(context, &options.mount, &options.mount)?;
     let digest = mount.digest.0;
     let manifest = manifest(context, &mount)?;
-    let locate = |waits: Vec<Wait>| located(&manifest, &digest, waits, options.threshold);
+    let locate = |waits: Vec<WaitStatus>| located(&manifest, &digest, waits, options.threshold);
     let streams = options.top.is_none() && !options.summary && !context.json;
     let mut all = Vec::new();
     match options.follow {
@@ -134,10 +134,10 @@ pub(super) fn manifest(context: &Context, mount: &MountStatus) -> Result<Manifes
         return Ok(manifest);
     }
     let store = Store::open(&mount.store, &Access::from_env())?;
-    Ok(catalog::load(&store, &digest, &Limits::default())?)
+    Ok(catalog::load(&store, &digest, &ManifestLimits::default())?)
 }
 
-pub(super) fn ask(client: &Client, id: MountId, after: u64) -> Result<Vec<Wait>> {
+pub(super) fn ask(client: &Client, id: MountId, after: u64) -> Result<Vec<WaitStatus>> {
     match client.call(&Request::Waits { id, after })?.0 {
         Reply::Waits { waits } => Ok(waits),
         _ => anyhow::bail!("the daemon is of another version: `burgeon upgrade` replaces it"),
@@ -148,10 +148,10 @@ pub(super) fn ask(client: &Client, id: MountId, after: u64) -> Result<Vec<Wait>>
 pub(super) fn located(
     manifest: &Manifest,
     image: &burgeon_block::Digest,
-    waits: Vec<Wait>,
+    waits: Vec<WaitStatus>,
     threshold_ms: u64,
 ) -> Vec<Located> {
-    let is_long = |wait: &Wait| wait.took_us >= threshold_ms.saturating_mul(1000);
+    let is_long = |wait: &WaitStatus| wait.took_us >= threshold_ms.saturating_mul(1000);
     let waits: Vec<_> =
         waits.into_iter().filter(|wait| is_long(wait) || wait.error.is_some()).collect();
     if waits.is_empty() {
@@ -159,7 +159,7 @@ pub(super) fn located(
     }
     let ranges = waits.iter().filter_map(|wait| ByteRange::at(wait.address, wait.len));
     let found = Profile::of(manifest, *image, &ranges.collect::<Vec<_>>());
-    let file = |wait: &Wait| {
+    let file = |wait: &WaitStatus| {
         let end = wait.address.saturating_add(wait.len);
         let reads = found.reads.iter().filter(|read| {
             let addresses = read.addresses();

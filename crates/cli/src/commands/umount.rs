@@ -26,7 +26,7 @@ use burgeon_daemon::{
     doctor::mounts_without_daemon,
     holder, mountinfo,
     orphan::{self, Orphan},
-    protocol::{MountStatus, Reply, Request, Status, WritesState},
+    protocol::{DaemonStatus, MountStatus, Reply, Request, WritesState},
 };
 use rustix::{
     io::Errno,
@@ -255,7 +255,7 @@ pub(crate) fn await_release(
         return Ok(());
     }
     if let Some(holders) = fsid.and_then(holders::of) {
-        let then = if lazy { "" } else { "; `burgeon umount --lazy` would not call that an error" };
+        let then = if lazy { "" } else { "; `--lazy` returns success in this case" };
         return Err(Busy(format!(
             "{shown} is unmounted here, but still held by {holders}: it is released when they let go{then}"
         ))
@@ -272,7 +272,7 @@ pub(crate) fn await_release(
 
 /// The daemon. Starts one if readers wait for it, since a umount might have to wait for their
 /// requests. If that fails, the readers get I/O errors.
-pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Status)>> {
+pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, DaemonStatus)>> {
     daemon_if(context, || !holder::waiting(&context.state).is_empty())
 }
 
@@ -281,7 +281,7 @@ pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Sta
 pub(super) fn daemon_if(
     context: &Context,
     is_needed: impl Fn() -> bool,
-) -> Result<Option<(Client, Status)>> {
+) -> Result<Option<(Client, DaemonStatus)>> {
     let found = Client::connect_and_ask(&context.state)?;
     if found.is_some() || !is_needed() {
         return Ok(found);
@@ -297,7 +297,7 @@ pub(super) fn daemon_if(
 }
 
 /// The complete status of a running daemon.
-pub(crate) fn ask(client: &Client) -> Result<Status> {
+pub(crate) fn ask(client: &Client) -> Result<DaemonStatus> {
     match client.call(&Request::Status)?.0 {
         Reply::Status(status) => Ok(*status),
         _ => Err(anyhow::anyhow!(

@@ -245,7 +245,7 @@ fn size(value: &DeValue<'_>) -> Checked<u64> {
         DeValue::Integer(number) if number.radix() == 10 => number.as_str(),
         value => string(value).map_err(|_| "write a size, such as \"10G\"".to_owned())?,
     };
-    parse_size(text).map_err(|e| format!("it is no size: {e}"))
+    parse_size(text).map_err(|e| format!("it is not a size: {e}"))
 }
 
 /// A size, or a share of a file system such as "10%".
@@ -307,7 +307,7 @@ fn absolute(value: &DeValue<'_>) -> Checked<PathBuf> {
     let path = Path::new(string(value)?);
     match path.is_absolute() {
         true => Ok(path.to_owned()),
-        false => Err("it is no absolute path: begin it with /".to_owned()),
+        false => Err("it is not an absolute path: begin it with /".to_owned()),
     }
 }
 
@@ -396,7 +396,7 @@ mod tests {
              transport = 'nbd'\nwrite-limit = '1M'\n[mounts]\nfill = true\n[log]\nlevel = 'loud'\n",
         );
         let begin = [
-            "c.toml:1: state-dir: it is no absolute path",
+            "c.toml:1: state-dir: it is not an absolute path",
             "c.toml:2: stroe: unknown key",
             "c.toml:4: mount.wirte-limit: unknown key: did you mean mount.write-limit?",
             "c.toml:5: mount.fill: it is of the type string: write true or false",
@@ -457,7 +457,7 @@ mod tests {
         assert_eq!(config.stores.named.len(), 2);
         for (text, problem) in [
             ("[store.a]\nurl = 'srv/a'", "absolute path"),
-            ("[store.a]\nurl = 'ftp://a/b'", "there are no stores at ftp://"),
+            ("[store.a]\nurl = 'ftp://a/b'", "unsupported store URL ftp://"),
             ("[store.a]\nurl = 7", "write a \"string\""),
             ("[store]\nurl = '/srv/a'", "[store.NAME] url"),
             ("store = '/srv/a'", "`default` in it"),

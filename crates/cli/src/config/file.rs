@@ -131,7 +131,7 @@ fn read(path: &Path) -> io::Result<Document> {
     let mut file = File::options().read(true).custom_flags(flags.bits() as i32).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(io::Error::other("it is no regular file: remove it, or name another"));
+        return Err(io::Error::other("it is not a regular file: remove it, or name another"));
     }
     if geteuid().is_root() {
         refuse_writers(path, &metadata)?;
@@ -254,6 +254,6 @@ mod tests {
         assert!(said(&place)[0].contains("cannot read it"));
         fs::remove_file(&file).unwrap();
         fs::create_dir(&file).unwrap();
-        assert!(said(&place)[0].contains("no regular file"));
+        assert!(said(&place)[0].contains("not a regular file"));
     }
 }

@@ -313,7 +313,7 @@ impl Stores {
         if let (Some(Setting { origin, .. }), Some((text, _))) = (&self.default, self.choose(None))
             && Name::parse(&text).is_some_and(|name| name.is_ok_and(|it| it.digest().is_none()))
         {
-            let what = "a repository is no default, because only build, mount and pull read one: \
+            let what = "a repository is not a default, because only build, mount and pull read one: \
                         name it with --store";
             problems.push(fault(origin, "store.default".to_owned(), what.to_owned()));
         }
@@ -339,10 +339,10 @@ pub(crate) fn begin_daemon() {
         log::set_json(format.value == Format::Json);
     }
     match log::is_set() {
-        true => log::begin(log::Process::Daemon),
+        true => log::begin(log::LogOwner::Daemon),
         false => {
             let level = config.log.level.map_or(LevelFilter::INFO, |level| level.value);
-            log::begin_at(level, log::Process::Daemon);
+            log::begin_at(level, log::LogOwner::Daemon);
         }
     }
     config.cache.configure();
@@ -393,7 +393,7 @@ mod tests {
         ] {
             fs::write(&file, text).unwrap();
             let refused = Config::load(Some(file.as_os_str())).unwrap_err().to_string();
-            assert!(refused.contains("a repository is no default"), "{refused}");
+            assert!(refused.contains("a repository is not a default"), "{refused}");
         }
     }
 

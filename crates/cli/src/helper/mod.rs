@@ -171,7 +171,7 @@ fn call(line: Line) -> Result<()> {
     };
     need_mount_privilege("mount -t burgeon")?;
     if let Some(level) = args.global.log_level {
-        log::begin_at(level, log::Process::Command);
+        log::begin_at(level, log::LogOwner::Command);
     }
     if let Some(folder) = args.global.state_dir.as_ref().filter(|folder| !folder.exists()) {
         // A typing error in /etc/fstab would silently make another daemon with another store.

@@ -66,7 +66,7 @@ const IMPLYING: [(&str, &[&str]); 4] = [
 /// The options of one call.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Options {
-    /// Attributes of the mount, in order: the last of two opposites holds.
+    /// Attributes of the mount, in order: if two contradict, the last wins.
     pub(super) attributes: Vec<String>,
     /// Settings of `burgeon mount` and their values; the last of two with one name holds.
     pub(super) settings: BTreeMap<String, Option<String>>,

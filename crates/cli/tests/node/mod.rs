@@ -143,7 +143,7 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
         self.run_image(snapshotter, IMAGE, name, script)
     }
 
-    /// What `script` prints in a new container. Not by containerd's pipes: two seconds after the
+    /// The output of `script` in a new container. Not by containerd's pipes: two seconds after the
     /// end it gives up what they still hold.
     pub fn run_image(&self, snapshotter: &str, image: &str, name: &str, script: &str) -> String {
         let folder = self.space.make_folder("said");

@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     defaults::{CAPABILITIES, MKNOD},
-    process::Process,
+    process::ContainerProcess,
 };
 
 /// Exit codes of a program that cannot be started, as in shells.
@@ -71,7 +71,7 @@ fn parent_lives(pipe: &OsString) -> Result<bool> {
     Ok(!polled[0].revents().contains(PollFlags::HUP))
 }
 
-fn start(process: &Process, signals: &Signals) -> Result<u8> {
+fn start(process: &ContainerProcess, signals: &Signals) -> Result<u8> {
     let [program, arguments @ ..] = &process.args[..] else {
         return Err(invalid("the container has no command"));
     };

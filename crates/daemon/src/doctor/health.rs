@@ -18,7 +18,7 @@ use super::{
 use crate::{
     ipc::{
         client::Client,
-        protocol::{Reply, Request, Status},
+        protocol::{DaemonStatus, Reply, Request},
     },
     read_only,
     state::paths::StateDir,
@@ -117,13 +117,13 @@ fn not_mounted(path: &Path, state: &StateDir) -> Finding {
     Finding::bad(
         Level::Problem,
         &format!("mount {}", path.display()),
-        format!("is no mount of the daemon of {}", state.root().display()),
+        format!("is not a mount of the daemon of {}", state.root().display()),
         "programs see what lies below it",
         "mount it; or give the state directory of its daemon by --state-dir",
     )
 }
 
-fn ask(state: &StateDir, patience: Duration) -> Result<Option<Status>> {
+fn ask(state: &StateDir, patience: Duration) -> Result<Option<DaemonStatus>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(patience);
     ask_for_status(&client, patience)
@@ -131,7 +131,7 @@ fn ask(state: &StateDir, patience: Duration) -> Result<Option<Status>> {
 
 /// The status; `None` for a daemon that gives none. While its server is silent, which a moment of
 /// load may explain, asks again.
-pub(super) fn ask_for_status(client: &Client, patience: Duration) -> Result<Option<Status>> {
+pub(super) fn ask_for_status(client: &Client, patience: Duration) -> Result<Option<DaemonStatus>> {
     let begun = Instant::now();
     loop {
         let Reply::Status(status) = client.call(&Request::Status)?.0 else { return Ok(None) };
@@ -143,7 +143,7 @@ pub(super) fn ask_for_status(client: &Client, patience: Duration) -> Result<Opti
 }
 
 /// A server that is missing or silent while something is mounted.
-pub(super) fn server(status: &Status, patience: Duration) -> Option<Finding> {
+pub(super) fn server(status: &DaemonStatus, patience: Duration) -> Option<Finding> {
     if status.mounts.is_empty() {
         return None;
     }
@@ -164,7 +164,7 @@ pub(super) fn server(status: &Status, patience: Duration) -> Option<Finding> {
 }
 
 /// A cache that takes nothing fails no read.
-pub(super) fn cache(status: &Status) -> Option<Finding> {
+pub(super) fn cache(status: &DaemonStatus) -> Option<Finding> {
     let caches = status.mounts.iter().filter_map(|mount| mount.cache.as_ref());
     let bad = caches.into_iter().find(|cache| cache.state != "writing")?;
     let reason = bad.reason.as_deref().unwrap_or("its server has said no more");

@@ -11,7 +11,7 @@ use crate::{
     holder,
     host::backing_devices,
     id::MountId,
-    ipc::protocol::Status,
+    ipc::protocol::DaemonStatus,
     state::{
         files,
         paths::StateDir,
@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The leftovers of a dead daemon. While a daemon runs, all of this is in use.
-pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<Finding> {
+pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<DaemonStatus>>) -> Vec<Finding> {
     if !matches!(runs, Ok(None)) {
         return Vec::new();
     }

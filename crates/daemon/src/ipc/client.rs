@@ -23,7 +23,7 @@ use rustix::{fs::OFlags, process::Pid};
 use crate::{
     host::own_root,
     ipc::{
-        protocol::{Reply, Request, Status},
+        protocol::{DaemonStatus, Reply, Request},
         silence::{Patience, ask, is_readable},
         wire,
     },
@@ -71,7 +71,7 @@ impl Client {
 
     /// A running daemon and its status; `None` if there is none. A daemon that is ending, or was
     /// just killed, accepts connections and does not answer: this waits until it has ended.
-    pub fn connect_and_ask(state: &StateDir) -> Result<Option<(Self, Status)>> {
+    pub fn connect_and_ask(state: &StateDir) -> Result<Option<(Self, DaemonStatus)>> {
         let begun = Instant::now();
         loop {
             let Some(client) = Self::connect(state)? else { return Ok(None) };

@@ -38,8 +38,8 @@ use serde::{Deserialize, Serialize};
 use crate::{
     id::MountId,
     ipc::protocol::{
-        AreaStatus, CacheAnswer, CacheStatus, DigestText, Failure, FillStatus, HostCache,
-        ProfileStatus, Wait,
+        AreaStatus, CacheAnswer, CacheStatus, DigestText, FillStatus, HostCache, ProfileStatus,
+        WaitStatus, WireError,
     },
     state::record::{Attach, ProfileSource, Transport},
 };
@@ -167,7 +167,7 @@ pub(crate) enum FromServer {
         #[serde(default)]
         number: Option<u64>,
         /// The reason why it cannot be served, or why another part of the request failed.
-        error: Option<Failure>,
+        error: Option<WireError>,
         /// It is served despite the error.
         #[serde(default)]
         served: bool,
@@ -180,7 +180,7 @@ pub(crate) enum FromServer {
         opener: Option<u32>,
     },
     /// The answer to a `Refresh`.
-    Refreshed { id: MountId, number: u64, error: Option<Failure> },
+    Refreshed { id: MountId, number: u64, error: Option<WireError> },
     /// The answer to a `Record`.
     Recorded {
         id: MountId,
@@ -188,7 +188,7 @@ pub(crate) enum FromServer {
         on: bool,
         /// There were more reads than fit.
         cut_short: bool,
-        error: Option<Failure>,
+        error: Option<WireError>,
     },
     /// The kernel has closed the mount's FUSE file.
     Ended {
@@ -206,9 +206,9 @@ pub(crate) enum FromServer {
         cache: Option<HostCache>,
     },
     /// The answer to a `Cache`.
-    Cache { number: u64, answer: CacheAnswer, error: Option<Failure> },
+    Cache { number: u64, answer: CacheAnswer, error: Option<WireError> },
     /// The answer to a `Waits`.
-    Waits { number: u64, waits: Vec<Wait> },
+    Waits { number: u64, waits: Vec<WaitStatus> },
     /// Run the credential helper of this name, without `docker-credential-`, for a registry. The
     /// server may execute nothing.
     AskHelper { number: u64, helper: String, registry: String },

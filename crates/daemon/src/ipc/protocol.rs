@@ -14,8 +14,8 @@ use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
 pub use self::status::{
-    AreaStatus, CACHE_FULL, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
-    ProfileStatus, ReadBytes, ReadStatus, Status, Wait,
+    AreaStatus, CACHE_FULL, CacheStatus, DaemonStatus, FillStatus, HostCache, Latency, MountStatus,
+    OVER_LIMIT, ProfileStatus, ReadBytes, ReadStatus, WaitStatus,
 };
 pub use crate::{
     id::DigestText,
@@ -463,10 +463,10 @@ pub enum Reply {
         cut_short: bool,
     },
     /// The status of the daemon and its mounts.
-    Status(Box<Status>),
+    Status(Box<DaemonStatus>),
     /// The request about the host's cache is done.
     Cache(CacheAnswer),
-    /// How a mount can be let go.
+    /// The manner in which a mount can be let go.
     LetGo {
         /// The reason why only the next mount of the image can have the plain file; none if this
         /// one can.
@@ -475,7 +475,7 @@ pub enum Reply {
     /// The last reads that had to wait.
     Waits {
         /// The oldest first; earlier ones may have been forgotten.
-        waits: Vec<Wait>,
+        waits: Vec<WaitStatus>,
     },
     /// Level and format of the log now.
     Log {
@@ -485,26 +485,26 @@ pub enum Reply {
         json: bool,
     },
     /// The request failed.
-    Failed(Failure),
+    Failed(WireError),
 }
 
 /// An error in a message to another process.
 #[derive(Serialize, Deserialize, Debug, Clone)]
-pub struct Failure {
+pub struct WireError {
     /// The name of its kind ([`ErrorKind::name`]).
     pub kind: String,
     /// The message.
     pub what: String,
 }
 
-impl From<Error> for Failure {
+impl From<Error> for WireError {
     fn from(error: Error) -> Self {
         Self { kind: error.kind().name().to_owned(), what: error.to_string() }
     }
 }
 
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
+impl From<WireError> for Error {
+    fn from(failure: WireError) -> Self {
         Error::new(ErrorKind::from_name(&failure.kind), failure.what)
     }
 }
@@ -534,7 +534,7 @@ pub struct Mounted {
 mod tests {
     use burgeon_block::{Digest, Error, ErrorKind};
 
-    use super::{DirectoryIdentity, Failure, MapContent, Reply, Request};
+    use super::{DirectoryIdentity, MapContent, Reply, Request, WireError};
 
     #[test]
     fn an_error_keeps_its_kind_and_words_on_the_way() {
@@ -545,7 +545,7 @@ mod tests {
             let back = Error::from(failure);
             assert_eq!((back.kind(), back.to_string().as_str()), (kind, "no luck"));
         }
-        let unknown = Failure { kind: "later".into(), what: "x".into() };
+        let unknown = WireError { kind: "later".into(), what: "x".into() };
         assert_eq!(Error::from(unknown).kind(), ErrorKind::LocalIo);
     }
 

@@ -20,7 +20,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_metrics::Snapshot;
+use burgeon_metrics::MetricsSnapshot;
 use rustix::fs::OFlags;
 
 use super::{silence::is_readable, wire};
@@ -113,7 +113,7 @@ pub(crate) fn bind(state: &StateDir) -> Result<UnixListener> {
 
 /// Asks the daemon behind the socket `path`; `NotFound` if none listens there. The listener must be
 /// root or this user.
-pub fn ask(path: &Path) -> Result<Snapshot> {
+pub fn ask(path: &Path) -> Result<MetricsSnapshot> {
     let shown = path.display();
     let parent = path.parent().unwrap_or(Path::new("/"));
     // Its names need not be readable.
@@ -154,7 +154,7 @@ pub fn ask(path: &Path) -> Result<Snapshot> {
         );
         return Err(Error::new(ErrorKind::Unavailable, what));
     }
-    let received = wire::receive::<Snapshot>(&stream)?;
+    let received = wire::receive::<MetricsSnapshot>(&stream)?;
     let ended = || Error::new(ErrorKind::Unavailable, format!("the daemon of {shown} is ending"));
     received.map(|(snapshot, _)| snapshot).ok_or_else(ended)
 }

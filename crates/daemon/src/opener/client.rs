@@ -194,7 +194,7 @@ impl Client {
 }
 
 fn odd() -> io::Error {
-    let what = "it is no regular file: remove it; the next mount makes it again";
+    let what = "it is not a regular file: remove it; the next mount makes it again";
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 

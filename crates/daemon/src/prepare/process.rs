@@ -9,12 +9,12 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectKind, ObjectStore, Result};
-use burgeon_image::{AddressMap, Limits, Wanted};
+use burgeon_image::{AddressMap, ManifestLimits, Wanted};
 use burgeon_source::{Access, Location, Store};
 
 use crate::{
     host::{harden::bound_memory, program::this_program},
-    ipc::protocol::Failure,
+    ipc::protocol::WireError,
     roles,
     state::{
         complete::SUMS,
@@ -88,13 +88,13 @@ pub(super) fn run_process(
 
 /// Calls `on_map` when the process says that the address map exists, and returns the failure that
 /// it tells. An error for more than [`SAID_MAX`] bytes.
-fn listen(said: impl Read, on_map: impl FnOnce()) -> io::Result<Option<Failure>> {
+fn listen(said: impl Read, on_map: impl FnOnce()) -> io::Result<Option<WireError>> {
     let (mut on_map, mut failure) = (Some(on_map), None);
     let mut said = said.take(SAID_MAX + 1);
     for line in BufReader::new(&mut said).lines() {
         match line? {
             line if line == MAPPED => on_map.take().into_iter().for_each(|on_map| on_map()),
-            line => failure = serde_json::from_str::<Failure>(&line).ok(),
+            line => failure = serde_json::from_str::<WireError>(&line).ok(),
         }
     }
     match said.limit() {
@@ -130,7 +130,7 @@ pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     match prepared {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            println!("{}", serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            println!("{}", serde_json::to_string(&WireError::from(e)).unwrap_or_default());
             ExitCode::FAILURE
         }
     }
@@ -144,7 +144,7 @@ fn prepare_here(
 ) -> Result<()> {
     let store = Location::parse(&store.to_string_lossy())?;
     let digest: Digest = digest.to_string_lossy().parse()?;
-    let limits = Limits::default();
+    let limits = ManifestLimits::default();
     bound_memory(limits.bytes_max);
     // It names the boot, which cannot be read inside the sandbox.
     let ready = Ready::now(&store, folder);
@@ -160,7 +160,7 @@ fn prepare_here(
         return Ok(());
     }
     let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
-        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
+        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is not a number", e)
     })?;
     let open = Store::open(&store, &Access::from_parent())?;
     let manifest = ObjectKind::Manifest.object(digest)?;
@@ -209,12 +209,12 @@ mod tests {
 
     use burgeon_block::{Error, ErrorKind};
 
-    use super::{Failure, MAPPED, listen};
+    use super::{MAPPED, WireError, listen};
 
     #[test]
     fn the_answer_of_the_preparing_process_is_bounded() {
         let mut maps = 0;
-        let failure = Failure::from(Error::new(ErrorKind::Corrupt, "damaged"));
+        let failure = WireError::from(Error::new(ErrorKind::Corrupt, "damaged"));
         let said = format!("{MAPPED}\n{}\n", serde_json::to_string(&failure).unwrap());
         let heard = listen(said.as_bytes(), || maps += 1).unwrap().unwrap();
         assert_eq!((maps, Error::from(heard).kind()), (1, ErrorKind::Corrupt));

@@ -11,7 +11,7 @@ use std::{
 
 use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
 use burgeon_cache::{
-    Cache, CacheState, ChunkStore, Domain, Owner, disk::Refused, policy::Forecast,
+    Cache, CacheState, ChunkOwner, ChunkStore, Domain, disk::Refused, policy::Forecast,
 };
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
@@ -100,7 +100,7 @@ impl Serving {
         map: &AddressMap,
         store: &Store,
         (location, access): (&Location, &Access),
-        owner: &Owner,
+        owner: &ChunkOwner,
     ) -> CacheAccess {
         let is_shared = Bounds::read(&self.state).is_ok_and(|bounds| bounds.is_shared);
         let domain = match is_shared {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use burgeon_block::Digest;
-use burgeon_cache::{Cache, ChunkKey, Domain, Owner, Scope};
+use burgeon_cache::{Cache, ChunkKey, ChunkOwner, Domain, Scope};
 use burgeon_source::Location;
 use burgeon_volume::chunk_keys;
 
@@ -86,7 +86,7 @@ impl Serving {
 
     /// Bounds the chunks that an earlier server left of a volume that was just opened, if it has a
     /// limit. In a thread of its own: a large image has millions.
-    pub(super) fn claim_if_limited(&self, owner: Owner, volume: &Arc<ImageVolume>) {
+    pub(super) fn claim_if_limited(&self, owner: ChunkOwner, volume: &Arc<ImageVolume>) {
         if !self.cache.is_limited(&owner) {
             return;
         }

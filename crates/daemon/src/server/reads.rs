@@ -25,7 +25,7 @@ const KEPT: Duration = Duration::from_secs(3600);
 #[derive(Default)]
 pub(super) struct Reads {
     /// The counters of each mount at the last look.
-    seen: HashMap<MountId, ReadBytes>,
+    last: HashMap<MountId, ReadBytes>,
     total: ReadBytes,
     /// The oldest first: at most one a period.
     samples: VecDeque<(Instant, ReadBytes)>,
@@ -35,14 +35,14 @@ impl Reads {
     /// Looks at the counters of all `mounts`. Those of a mount that is seen first count from now
     /// on: they may be its last server's.
     pub(super) fn look(&mut self, mounts: impl Iterator<Item = (MountId, ReadBytes)>) {
-        let mut seen = HashMap::new();
+        let mut last = HashMap::new();
         for (id, now) in mounts {
-            let before = self.seen.get(&id).copied().unwrap_or(now);
+            let before = self.last.get(&id).copied().unwrap_or(now);
             self.total.hit += now.hit.saturating_sub(before.hit);
             self.total.miss += now.miss.saturating_sub(before.miss);
-            seen.insert(id, now);
+            last.insert(id, now);
         }
-        self.seen = seen;
+        self.last = last;
     }
 
     /// Keeps the total of the last look as that of `now`.

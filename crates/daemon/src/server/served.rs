@@ -9,7 +9,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use burgeon_frontend::{Server, Slots, ublk};
+use burgeon_frontend::{FuseServer, Slots, ublk};
 use burgeon_volume::{Fill, ProfilePrefetch};
 
 use super::volumes::{Device, ImageVolume};
@@ -42,8 +42,8 @@ pub(super) struct Refused {
 /// A mount's server; stopped when it is dropped.
 #[expect(dead_code, reason = "held for their effect on drop")]
 pub(super) enum AnyServer {
-    Fuse(Server),
-    Ublk(ublk::Server),
+    Fuse(FuseServer),
+    Ublk(ublk::UblkServer),
 }
 
 impl AnyServer {

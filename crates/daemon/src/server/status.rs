@@ -14,7 +14,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::MountReport,
-        protocol::{AreaStatus, CacheStatus, HostCache, Wait},
+        protocol::{AreaStatus, CacheStatus, HostCache, WaitStatus},
     },
 };
 
@@ -51,10 +51,10 @@ impl Serving {
 
 impl Serving {
     /// The last reads of a mount that had to wait.
-    pub(super) fn waits(&self, id: MountId, after: u64) -> Vec<Wait> {
+    pub(super) fn waits(&self, id: MountId, after: u64) -> Vec<WaitStatus> {
         let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
         let Some(device) = device else { return Vec::new() };
-        let wait = |wait: burgeon_volume::Wait| Wait {
+        let wait = |wait: burgeon_volume::Wait| WaitStatus {
             number: wait.number,
             ended_unix_us: wait.ended_unix_us,
             took_us: u64::try_from(wait.took.as_micros()).unwrap_or(u64::MAX),
@@ -82,7 +82,7 @@ fn area_status(area: &Area) -> AreaStatus {
     }
 }
 
-fn cache_status(status: burgeon_volume::Status, cache: &HostCache) -> CacheStatus {
+fn cache_status(status: burgeon_volume::VolumeStatus, cache: &HostCache) -> CacheStatus {
     let (state, reason) = match status.cache {
         CacheState::Writing => match cache.lacks_space() {
             Some(why) => ("full", Some(why)),

@@ -17,12 +17,12 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
-use burgeon_cache::Owner;
+use burgeon_cache::ChunkOwner;
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{
-    ChecksumFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume,
+    ChecksumFile, LazyDevice, RECORDED_CHECKSUM_LEN, VirtualArea, Volume, VolumeLimits,
 };
 
 use super::{Serving, SharedCounters, lock};
@@ -67,9 +67,9 @@ impl Origin {
 
 impl Origin {
     /// The owner of its chunks in the cache: the folder of a prepared image is named by its digest.
-    pub(super) fn owner(&self) -> Owner {
+    pub(super) fn owner(&self) -> ChunkOwner {
         let folder = self.cache.parent().and_then(Path::file_name).unwrap_or_default();
-        Owner { image: folder.to_string_lossy().into_owned(), store: self.store.to_string() }
+        ChunkOwner { image: folder.to_string_lossy().into_owned(), store: self.store.to_string() }
     }
 }
 
@@ -140,7 +140,7 @@ impl Serving {
         let objects = Objects::new(store, references).with_access(&origin.access);
         let _runtime = self.runtime.enter();
         let image = owner.image.as_str().into();
-        let (map, limits) = (Arc::new(map), Limits { image, ..self.limits.clone() });
+        let (map, limits) = (Arc::new(map), VolumeLimits { image, ..self.limits.clone() });
         let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
             true => {
@@ -159,7 +159,7 @@ impl Serving {
     fn checksums(&self, path: &Path, len: u64) -> Result<ChecksumFile> {
         let below = path.strip_prefix(self.state.root()).ok().and_then(ChecksumPath::new);
         let below = below.ok_or_else(|| {
-            let what = format!("{} is no file of recorded checksums", path.display());
+            let what = format!("{} is not a file of recorded checksums", path.display());
             Error::new(ErrorKind::Invalid, what)
         })?;
         let file = self.runtime.block_on(self.opener.open_checksums(&below));

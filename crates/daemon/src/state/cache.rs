@@ -11,7 +11,7 @@
 use std::{fs, path::Path, sync::OnceLock};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_cache::{Amount, Settings};
+use burgeon_cache::{Amount, CacheSettings};
 use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
@@ -168,14 +168,14 @@ impl Bounds {
             CacheAmount::Bytes(bytes) => Amount::Bytes(bytes),
             CacheAmount::Percent(percent) => Amount::Percent(percent),
         };
-        let keep_free = self.keep_free.map_or(Settings::default().keep_free, amount);
+        let keep_free = self.keep_free.map_or(CacheSettings::default().keep_free, amount);
         (self.limit.map(amount), keep_free)
     }
 
     /// The settings of a cache with these bounds.
-    pub(crate) fn settings(&self) -> Settings {
+    pub(crate) fn settings(&self) -> CacheSettings {
         let (limit, keep_free) = self.amounts();
-        Settings { limit, keep_free, ..Settings::default() }
+        CacheSettings { limit, keep_free, ..CacheSettings::default() }
     }
 }
 
@@ -191,7 +191,7 @@ pub(crate) fn remove_earlier(state: &StateDir) {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_cache::{Amount, Settings};
+    use burgeon_cache::{Amount, CacheSettings};
 
     use super::{Bounds, CacheAmount, CachePart, PartLimit};
     use crate::state::paths::StateDir;
@@ -200,7 +200,7 @@ mod tests {
     fn settings_are_kept_and_impossible_ones_refused() {
         let folder = tempfile::tempdir().unwrap();
         let state = StateDir::open(folder.path()).unwrap();
-        assert_eq!(Bounds::read(&state).unwrap().settings(), Settings::default());
+        assert_eq!(Bounds::read(&state).unwrap().settings(), CacheSettings::default());
         let limit = Some(CacheAmount::Percent(10));
         let keep_free = Some(CacheAmount::Bytes(1 << 30));
         let image = |byte: u8| CachePart::Image(burgeon_block::Digest::of(&[byte]).into());

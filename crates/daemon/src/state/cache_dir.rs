@@ -109,11 +109,16 @@ fn wanted(state: &StateDir) -> Option<PathBuf> {
 impl CacheDir {
     /// The record. A damaged one is that of a cache in the state directory.
     pub(crate) fn read(state: &StateDir) -> Self {
-        match files::read_json(&state.cache_dir_record()) {
+        let path = state.cache_dir_record();
+        match files::read_json(&path) {
             Ok(record) => record,
             Err(error) if error.kind() == ErrorKind::NotFound => Self::default(),
             Err(error) => {
-                tracing::warn!(%error, "the cache is in the state directory");
+                tracing::warn!(
+                    path = %path.display(),
+                    %error,
+                    "cannot read the record of the cache's folder: using the state directory"
+                );
                 Self::default()
             }
         }
@@ -149,8 +154,12 @@ impl CacheDir {
     fn settle_at(state: &StateDir, dir: Option<PathBuf>, is_by_option: bool) -> Result<Self> {
         let before = Self::read(state);
         let problem = dir.as_deref().and_then(|dir| usable(state, dir).err());
-        if let Some(error) = &problem {
-            tracing::error!(%error, "nothing is kept");
+        if let (Some(dir), Some(error)) = (&dir, &problem) {
+            tracing::error!(
+                path = %dir.display(),
+                %error,
+                "the cache's folder is unusable: fetched data is not cached"
+            );
         }
         let mut earlier = before.earlier();
         let [was, is] = [before.folder(state), dir.clone().unwrap_or_else(|| state.cache())];

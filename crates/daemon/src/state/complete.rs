@@ -55,7 +55,7 @@ impl Plain {
     pub(crate) fn path(self, state: &StateDir, image: &Digest) -> PathBuf {
         folder(state, image).join(match self {
             Self::Described => "plain",
-            Self::Summed => "summed",
+            Self::WithChecksums => "summed",
         })
     }
 }
@@ -75,7 +75,7 @@ pub(crate) fn has_sums(state: &StateDir, image: &Digest) -> bool {
 
 /// True if the next mount of the image can be made over its plain file.
 pub(crate) fn is_here(state: &StateDir, image: &Digest) -> bool {
-    [Plain::Described, Plain::Summed].iter().any(|plain| is_file(&plain.path(state, image)))
+    [Plain::Described, Plain::WithChecksums].iter().any(|plain| is_file(&plain.path(state, image)))
 }
 
 fn is_file(path: &Path) -> bool {
@@ -91,7 +91,7 @@ pub(crate) fn take(
     (info, fsid): (&SeedInfo, Fsid),
 ) -> Option<(File, Plain)> {
     let plain = match base.folder == folder(state, &base.digest) {
-        true => Plain::Summed,
+        true => Plain::WithChecksums,
         false => Plain::Described,
     };
     let path = state.plain_file(id);
@@ -101,7 +101,14 @@ pub(crate) fn take(
         Err(error) => {
             tracing::warn!(mount = %id, %error, "the mount is served: the image's plain file is unusable");
             let removed = files::remove_file(&path);
-            removed.unwrap_or_else(|error| tracing::warn!(%error, "that file stays"));
+            removed.unwrap_or_else(|error| {
+                tracing::warn!(
+                    mount = %id,
+                    path = %path.display(),
+                    %error,
+                    "the unusable plain file stays"
+                );
+            });
             None
         }
     }
@@ -154,7 +161,7 @@ fn give_back_as(state: &StateDir, id: MountId, image: &Digest, plain: Plain) {
 /// Forgets the plain file of `image`, if no mount has it. Returns the bytes that it took.
 pub(crate) fn forget(state: &StateDir, image: &Digest) -> Result<u64> {
     let mut freed = 0;
-    for path in [Plain::Described, Plain::Summed].map(|plain| plain.path(state, image)) {
+    for path in [Plain::Described, Plain::WithChecksums].map(|plain| plain.path(state, image)) {
         let bytes = path.symlink_metadata().map_or(0, |file| file.blocks().saturating_mul(512));
         match remove_own(&path) {
             Ok(()) => freed += bytes,
@@ -225,7 +232,7 @@ mod tests {
         let (state, image) = complete(temp.path());
         let info = info();
         let base = Prepared { folder: state.image(&image), digest: image };
-        let summed = Prepared { folder: folder(&state, &image), digest: image };
+        let with_checksums = Prepared { folder: folder(&state, &image), digest: image };
         let plain = Plain::Described.path(&state, &image);
         let make = |len: u64| {
             let file = fs::File::create(&plain).unwrap();
@@ -237,7 +244,7 @@ mod tests {
         let whole = info.data_device_size();
 
         make(whole);
-        assert_eq!(taken(&summed), None, "its seed knows no checksums of this file");
+        assert_eq!(taken(&with_checksums), None, "its seed knows no checksums of this file");
         assert_eq!(taken(&base), Some(Plain::Described));
         assert_eq!(taken(&base), None, "a mount has it");
         for len in [0, whole - 4096, whole + 4096] {

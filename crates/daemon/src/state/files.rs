@@ -28,7 +28,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 /// of the path, and only a regular file is opened: opening a FIFO would block.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let odd = || {
-        let what = "it is no regular file, or a part of its path is a symlink, which Burgeon \
+        let what = "it is not a regular file, or a part of its path is a symlink, which Burgeon \
             does not follow: remove it";
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
@@ -73,7 +73,7 @@ pub(crate) fn make_way(path: &Path) -> Result<()> {
         false => fs::remove_file(path),
     };
     let shown = path.display();
-    tracing::warn!(file = %shown, "was no regular file, and is made anew");
+    tracing::warn!(file = %shown, "was not a regular file, and is made anew");
     removed.map_err(|e| {
         Error::io(format!("{shown} is not a file: remove it; the next mount makes it again"), e)
     })
@@ -227,7 +227,7 @@ mod tests {
         publish_json(&elsewhere, &7u32).unwrap();
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
         let error = read_json::<u32>(&path).unwrap_err();
-        assert!(format!("{error:?}").contains("no regular file"), "{error:?}");
+        assert!(format!("{error:?}").contains("not a regular file"), "{error:?}");
         assert!(Lock::try_take(&path).is_err());
         std::os::unix::fs::symlink(&elsewhere, path.with_extension("new")).unwrap();
         assert!(publish_json(&path, &8u32).is_err());

@@ -101,7 +101,8 @@ pub(crate) enum Plain {
     /// All of the image.
     Described,
     /// Those that were prepared with the checksums of a complete copy (`complete.rs`).
-    Summed,
+    #[serde(rename = "summed")]
+    WithChecksums,
 }
 
 /// Parameters for growing a sprout.

@@ -167,7 +167,7 @@ fn recorded(store: &Store, host: &str) -> Result<Option<BTreeSet<Digest>>> {
         Ok(Some(record)) => Ok(Some(record.digests()?.into_iter().collect())),
         Ok(None) => Ok(Some(BTreeSet::new())),
         Err(error) if error.kind() == ErrorKind::Corrupt => {
-            tracing::warn!(%error, "the record is written anew");
+            tracing::warn!(host, %error, "a host's record of references in a store is written anew");
             Ok(None)
         }
         Err(error) => Err(error),

@@ -176,7 +176,9 @@ impl Supervisor {
         let done = |()| Reply::Done;
         match request {
             Request::Mount(_) | Request::Map(_) | Request::Recorded { .. } => {
-                Err(Error::new(ErrorKind::Invalid, "the answer to this request has a descriptor"))
+                let what =
+                    "this request is only accepted from a client that can receive a descriptor";
+                Err(Error::new(ErrorKind::Invalid, what))
             }
             Request::Mappings { id } => self.mappings(id),
             Request::Pin { id, path, ranges } => self.pin(id, &path, &ranges).map(done),
@@ -214,7 +216,7 @@ impl Supervisor {
     }
 }
 
-/// Whether a request was answered.
+/// The outcome of a request that may have been answered.
 enum Answered {
     /// With a descriptor; the answer was sent, or could not be.
     Sent(Result<()>),

@@ -14,7 +14,7 @@ use super::{Supervisor, layers::renew_share};
 use crate::{
     ipc::{
         link::CacheOrder,
-        protocol::{CacheAnswer, CacheRequest, Failure, HostCache},
+        protocol::{CacheAnswer, CacheRequest, HostCache, WireError},
     },
     state::{
         cache::Bounds,
@@ -97,7 +97,7 @@ impl Supervisor {
         &self,
         order: CacheOrder,
         client: Option<&UnixStream>,
-    ) -> Option<(CacheAnswer, Option<Failure>)> {
+    ) -> Option<(CacheAnswer, Option<WireError>)> {
         let scrubber = client.filter(|_| matches!(order, CacheOrder::Scrub { .. }));
         let mut table = self.table();
         let server = table.server_pid;

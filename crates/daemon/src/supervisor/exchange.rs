@@ -87,7 +87,7 @@ pub(crate) fn thaw(exchange: &Exchange) -> Result<()> {
         return Ok(());
     }
     let _lock = exchange.lock()?;
-    thaw_at(&exchange.pin()?);
+    thaw_at(&exchange.pin()?, &exchange.data_device);
     Ok(())
 }
 
@@ -198,16 +198,18 @@ impl order::Mounted for Live<'_> {
 
     fn thaw(&self, pin: &File) {
         if self.exchange.writable {
-            thaw_at(pin);
+            thaw_at(pin, &self.exchange.data_device);
         }
     }
 }
 
-fn thaw_at(root: &File) {
+fn thaw_at(root: &File, device: &Path) {
     match number_ioctl(root, FITHAW, 0) {
         // It was not frozen.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
-        Err(e) => tracing::error!(error = %e, "a file system stays frozen"),
+        Err(e) => {
+            tracing::error!(device = %device.display(), error = %e, "a file system stays frozen");
+        }
         Ok(()) => {}
     }
 }

@@ -82,7 +82,13 @@ impl Supervisor {
                 }
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 Err(e) => {
-                    tracing::error!(mount = %id, error = %e, "making the record anew");
+                    let path = self.state.grant(id);
+                    tracing::error!(
+                        mount = %id,
+                        path = %path.display(),
+                        error = %e,
+                        "the record of a mount's files is made anew"
+                    );
                     grants::revoke(&self.state, id);
                 }
             }

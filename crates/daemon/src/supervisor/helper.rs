@@ -51,7 +51,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     host::program,
     id::MountId,
-    ipc::{protocol::Failure, wire},
+    ipc::{protocol::WireError, wire},
     state::paths::StateDir,
     supervisor::{
         exchange::Exchange,
@@ -108,7 +108,7 @@ pub(crate) enum Outcome {
     },
     /// Sent with the opened file, if the task opens one.
     Done,
-    Failed(Failure),
+    Failed(WireError),
 }
 
 /// Runs `task` in a helper. If it does not answer in time, `abort` ends its wait.

@@ -64,7 +64,7 @@ pub(super) fn renew_share(state: &StateDir) -> Result<()> {
     share(limit(state)?, LayerShare::read(state).bytes).write(state)
 }
 
-/// What one look has found out.
+/// The findings of one look.
 #[derive(Default)]
 pub(super) struct Look {
     changes: Option<[Option<SystemTime>; 2]>,

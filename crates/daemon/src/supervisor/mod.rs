@@ -76,7 +76,7 @@ use burgeon_source::Directory;
 use crate::{
     holder,
     host::{backing_devices, cgroup::OwnCgroup, harden, namespace, program, signals},
-    ipc::{self, client::socket_path, protocol::Failure},
+    ipc::{self, client::socket_path, protocol::WireError},
     log, start,
     state::{
         cache::Bounds,
@@ -125,7 +125,7 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
         Err(e) => {
             log::prepare_to_end();
             tracing::error!(error = %e, "the daemon cannot start");
-            say(&serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            say(&serde_json::to_string(&WireError::from(e)).unwrap_or_default());
             ExitCode::FAILURE
         }
     }
@@ -196,7 +196,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.in_thread(|it| it.bound_layers_for_ever());
     match status {
         Ok(status) => supervisor.in_thread(move |it| it.tell_status(&status)),
-        Err(error) => tracing::warn!(%error, "there are no metrics"),
+        Err(error) => {
+            tracing::warn!(%error, "cannot open the status socket: metrics are unavailable")
+        }
     }
     supervisor.in_thread(|it| it.watch_devices());
     supervisor.in_thread(move |it| it.end_when_unreachable(is_copied));

@@ -123,7 +123,7 @@ impl Supervisor {
                 }
                 Attempt::ServerDied(error) if attempts == ATTEMPTS => return Err(error),
                 Attempt::ServerDied(error) => {
-                    tracing::warn!(name, %error, "mounting once more");
+                    tracing::warn!(name, %error, "the server died: mounting the image once more");
                     attempts += 1;
                 }
             }

@@ -45,9 +45,9 @@ use crate::{
 };
 
 impl Supervisor {
-    /// How the mount `id` can be let go: `None` if its file can be exchanged, else the reason why
-    /// only the next mount can have the plain file. With `reserve`, reserves its sprout to the
-    /// limit in the first case.
+    /// The manner in which the mount `id` can be let go: `None` if its file can be exchanged, else
+    /// the reason why only the next mount can have the plain file. With `reserve`, reserves its
+    /// sprout to the limit in the first case.
     pub(super) fn begin_let_go(&self, id: MountId, reserve: bool) -> Result<Option<String>> {
         let record = self.table().mounts.get(&id).map(|entry| entry.record.clone());
         let gone = || Error::new(ErrorKind::NotFound, format!("there is no mount {id}"));

@@ -61,7 +61,7 @@ impl Supervisor {
             let Transport::Rings { connection } = record.attach.transport else { continue };
             let id = record.attach.id;
             if let Err(e) = Connection::abort(connection) {
-                tracing::error!(mount = %id, error = %e, "readers may hang");
+                tracing::error!(mount = %id, error = %e, "cannot abort the old FUSE connection: readers of the mount may hang");
             }
             if let Err(e) = self.reconnect(record) {
                 tracing::error!(mount = %id, error = %e, "the mount has lost its server for good");

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     ipc::{
         link::ToServer,
-        protocol::{Latency, MountStatus, ReadStatus, Status},
+        protocol::{DaemonStatus, Latency, MountStatus, ReadStatus},
     },
     state::{layers::LayerShare, pins::Pins},
     transport::PLAIN,
@@ -23,10 +23,10 @@ use crate::{
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    pub(super) fn status(&self) -> Status {
+    pub(super) fn status(&self) -> DaemonStatus {
         let share = LayerShare::read(&self.state);
         let table = self.fresh_table();
-        Status {
+        DaemonStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             supervisor_pid: std::process::id(),
             server_pid: table.server_pid,

@@ -16,7 +16,7 @@ use std::{
 };
 
 use burgeon_block::{Error, Result};
-use burgeon_metrics::{CacheNow, MOUNTS_MAX, MountNow, Snapshot};
+use burgeon_metrics::{CacheNow, MOUNTS_MAX, MetricsSnapshot, MountNow};
 
 use super::Supervisor;
 use crate::ipc::{
@@ -75,14 +75,14 @@ impl Supervisor {
             return Ok(Arc::clone(bytes));
         }
         let status = self.status();
-        let snapshot = Snapshot {
+        let snapshot = MetricsSnapshot {
             version: status.version,
             has_server: status.server_pid.is_some() && status.server_answers,
             mount_count: status.mounts.len() as u64,
             mounts_now: status.mounts.into_iter().take(MOUNTS_MAX).map(mount).collect(),
             cache_now: status.cache.as_ref().map(cache),
             differing_layers: self.state.differing_layers(),
-            ..Snapshot::default()
+            ..MetricsSnapshot::default()
         };
         let snapshot = match self.counting.durable() {
             Some(totals) => snapshot.with_totals(&totals),
@@ -95,7 +95,7 @@ impl Supervisor {
 }
 
 /// The message. A snapshot that does not fit loses mounts, and not its totals.
-fn encode(mut snapshot: Snapshot) -> Result<Vec<u8>> {
+fn encode(mut snapshot: MetricsSnapshot) -> Result<Vec<u8>> {
     loop {
         let left = snapshot.mounts_now.len().max(snapshot.mounts.len()) / 2;
         match wire::encode(&snapshot) {
@@ -165,12 +165,12 @@ fn cache(cache: &HostCache) -> CacheNow {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_metrics::{MOUNTS_MAX, MountNow, Snapshot, Totals, Values};
+    use burgeon_metrics::{MOUNTS_MAX, MetricsSnapshot, MountNow, Totals, Values};
 
     use super::encode;
     use crate::ipc::wire::MESSAGE_MAX;
 
-    fn snapshot(text: &str) -> Snapshot {
+    fn snapshot(text: &str) -> MetricsSnapshot {
         let mut totals = Totals::default();
         let mut mounts_now = Vec::new();
         for number in 0..MOUNTS_MAX {
@@ -180,7 +180,8 @@ mod tests {
             let mount = MountNow { id, image, target, store, ..MountNow::default() };
             mounts_now.push(mount);
         }
-        Snapshot { mounts_now, mount_count: 5000, ..Snapshot::default() }.with_totals(&totals)
+        MetricsSnapshot { mounts_now, mount_count: 5000, ..MetricsSnapshot::default() }
+            .with_totals(&totals)
     }
 
     #[test]
@@ -189,13 +190,13 @@ mod tests {
         long.mounts_now = long.mounts_now.into_iter().map(MountNow::shortened).collect();
         let all = long.mounts_now.len();
         let bytes = encode(long).unwrap();
-        let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();
+        let sent: MetricsSnapshot = serde_json::from_slice(&bytes[4..]).unwrap();
         assert_eq!((sent.mounts_now.len(), sent.mounts.len()), (all, all));
 
-        // What cannot be shortened loses mounts: totals of stores stay.
+        // A message that cannot be shortened loses mounts: totals of stores stay.
         let bytes = encode(snapshot(&"x".repeat(4096))).unwrap();
         assert!(bytes.len() <= MESSAGE_MAX + 4);
-        let sent: Snapshot = serde_json::from_slice(&bytes[4..]).unwrap();
+        let sent: MetricsSnapshot = serde_json::from_slice(&bytes[4..]).unwrap();
         assert_eq!((sent.stores.len(), sent.mount_count), (1, 5000));
         assert!(!sent.mounts_now.is_empty());
         assert_eq!(sent.mounts_now.len(), sent.mounts.len());

@@ -18,7 +18,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::{CacheOrder, END_SCRUB, FromServer, MountReport, ToServer, Understands, VERSION},
-        protocol::{CacheAnswer, Failure, HostCache, Wait},
+        protocol::{CacheAnswer, HostCache, WaitStatus, WireError},
         wire,
     },
     opener::{self, ToOpener},
@@ -179,7 +179,7 @@ pub(crate) struct Question {
 struct Attached {
     id: MountId,
     number: Option<u64>,
-    error: Option<Failure>,
+    error: Option<WireError>,
     served: bool,
     refused: bool,
     opener: Option<u32>,
@@ -235,9 +235,9 @@ pub(crate) struct Table {
     /// The last of these that began a scrub.
     scrub: Option<u64>,
     /// Lists of waits that the server has sent and nobody has taken, by number: the latest ones.
-    pub(crate) waits: BTreeMap<u64, Vec<Wait>>,
+    pub(crate) waits: BTreeMap<u64, Vec<WaitStatus>>,
     /// Answers to orders about it that nobody has taken yet, by number.
-    pub(crate) cache_answers: BTreeMap<u64, (CacheAnswer, Option<Failure>)>,
+    pub(crate) cache_answers: BTreeMap<u64, (CacheAnswer, Option<WireError>)>,
 }
 
 impl Table {
@@ -268,7 +268,7 @@ impl Table {
     }
 
     /// The server's answer to an order, if it has come; one that comes later is dropped.
-    pub(crate) fn take_answer(&mut self, number: u64) -> Option<(CacheAnswer, Option<Failure>)> {
+    pub(crate) fn take_answer(&mut self, number: u64) -> Option<(CacheAnswer, Option<WireError>)> {
         self.cache_orders.remove(&number);
         self.cache_answers.remove(&number)
     }
@@ -475,7 +475,7 @@ impl Table {
     }
 
     /// Handles the server's answer to a `Refresh`.
-    fn refreshed(&mut self, id: MountId, number: u64, error: Option<Failure>) {
+    fn refreshed(&mut self, id: MountId, number: u64, error: Option<WireError>) {
         let entry = self.mounts.get_mut(&id);
         if let Some(result) = entry.and_then(|entry| entry.refreshes.get_mut(&number)) {
             *result = Some(error.map_or(Ok(()), |failure| Err(failure.into())));

@@ -220,7 +220,7 @@ fn a_refused_request_is_an_event_with_its_kind_and_cause() {
     assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
 }
 
-/// What a crash could lose is not exported: a total would go down.
+/// A count that a crash could lose is not exported: a total would go down.
 #[test]
 fn totals_are_exported_once_they_are_durable() {
     let it = Supervised::new();

@@ -38,7 +38,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub(super) struct Counting {
     /// The totals; `None` before the file was read, and if a later version has written it.
-    seen: Mutex<Option<Totals>>,
+    last: Mutex<Option<Totals>>,
     /// The totals in the file.
     durable: Mutex<Option<Arc<Totals>>>,
     /// Held while the file is written.
@@ -53,7 +53,7 @@ impl Counting {
         match totals::read(state) {
             Ok(read) => Self {
                 durable: Mutex::new(Some(Arc::new(read.clone()))),
-                seen: Mutex::new(Some(read)),
+                last: Mutex::new(Some(read)),
                 ..Self::default()
             },
             Err(error) => {
@@ -101,17 +101,17 @@ impl Supervisor {
             (table.mounts.values().map(counters).collect(), table.server_pid)
         };
         let mut new = {
-            let mut seen = lock(&self.counting.seen);
-            let Some(seen) = seen.as_mut() else { return };
+            let mut last = lock(&self.counting.last);
+            let Some(last) = last.as_mut() else { return };
             for (id, store, values) in mounts {
-                seen.look(&id, &store, values);
+                last.look(&id, &store, values);
             }
             match (server, cache) {
-                (Some(pid), Some((of, cache))) if of == pid => seen.look_at_cache(pid, cache),
-                (Some(pid), _) => seen.look_at_server(pid),
+                (Some(pid), Some((of, cache))) if of == pid => last.look_at_cache(pid, cache),
+                (Some(pid), _) => last.look_at_server(pid),
                 (None, _) => {}
             }
-            seen.clone()
+            last.clone()
         };
         new.forget(|id| self.is_gone(id));
         new.seen_unix_seconds = totals::now();
@@ -120,8 +120,8 @@ impl Supervisor {
         if is_new && !self.counting.has_written(totals::publish(&self.state, &new)) {
             return;
         }
-        if let Some(seen) = lock(&self.counting.seen).as_mut() {
-            seen.forget(|id| !new.has(id) && self.is_gone(id));
+        if let Some(last) = lock(&self.counting.last).as_mut() {
+            last.forget(|id| !new.has(id) && self.is_gone(id));
         }
         *lock(&self.counting.durable) = Some(Arc::new(new));
     }
@@ -131,8 +131,8 @@ impl Supervisor {
     pub(super) fn count_last(&self, id: MountId) {
         let last = self.table().mounts.get(&id).map(counters);
         let Some((id, store, values)) = last else { return };
-        if let Some(seen) = lock(&self.counting.seen).as_mut() {
-            seen.look(&id, &store, values);
+        if let Some(last) = lock(&self.counting.last).as_mut() {
+            last.look(&id, &store, values);
         }
     }
 

@@ -7,7 +7,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use super::Supervisor;
 use crate::{
     id::MountId,
-    ipc::{link::ToServer, protocol::Wait},
+    ipc::{link::ToServer, protocol::WaitStatus},
 };
 
 /// Time limit for the server's answer, which takes it microseconds.
@@ -15,7 +15,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(5);
 
 impl Supervisor {
     /// The waits of a mount after number `after`.
-    pub(super) fn waits(&self, id: MountId, after: u64) -> Result<Vec<Wait>> {
+    pub(super) fn waits(&self, id: MountId, after: u64) -> Result<Vec<WaitStatus>> {
         let mut table = self.table();
         if !table.mounts.contains_key(&id) {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no mount {id}")));

@@ -337,7 +337,7 @@ impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
 /// Number of queues that the kernel wants: one for each CPU that there might ever be.
 fn possible_cpus() -> io::Result<u16> {
     let list = fs::read_to_string("/sys/devices/system/cpu/possible")?;
-    parse_cpus(&list).ok_or_else(|| io::Error::other(format!("{list:?} is no list of CPUs")))
+    parse_cpus(&list).ok_or_else(|| io::Error::other(format!("{list:?} is not a list of CPUs")))
 }
 
 /// One more than the last number of a list such as `0-7` or `0,2-5`.

@@ -98,12 +98,12 @@ pub fn numbers() -> Vec<u32> {
 /// Talks to the driver.
 pub struct Control {
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
-    way: Way,
+    path: CommandPath,
     commands: u64,
 }
 
-/// The way of a command to the driver.
-enum Way {
+/// The path of a command to the driver.
+enum CommandPath {
     /// By its file, with this process's credentials.
     File(File),
     /// By the ring's first file, with credentials that the ring has.
@@ -135,7 +135,7 @@ impl Control {
     pub fn open() -> Result<Self> {
         let file = open_driver()?;
         let ring = IoUring::builder().build(4).map_err(|e| failed("cannot make an io_uring", e))?;
-        let mut control = Self { ring, way: Way::File(file), commands: 0 };
+        let mut control = Self { ring, path: CommandPath::File(file), commands: 0 };
         let lacks = |e| {
             Error::with_source(
                 ErrorKind::UnsupportedFormat,
@@ -156,7 +156,7 @@ impl Control {
         ring: IoUring<squeue::Entry128, cqueue::Entry>,
         personality: u16,
     ) -> Self {
-        Self { ring, way: Way::Registered { personality }, commands: 0 }
+        Self { ring, path: CommandPath::Registered { personality }, commands: 0 }
     }
 
     /// Adds a device of this shape; `owner` is kept with it. It has to be served, then started.
@@ -193,7 +193,8 @@ impl Control {
     }
 
     /// Makes the block device appear. It must be served already; `opener` is the process that has
-    /// opened it for that, which Linux 6.17 and later compare ([`Server::opener`](super::Server)).
+    /// opened it for that, which Linux 6.17 and later compare
+    /// ([`UblkServer::opener`](super::UblkServer)).
     ///
     /// `Unavailable` if its server has died. One that dies at this moment goes unnoticed: Linux
     /// 6.12 then starts the device all the same, no other server can take it over, and its first
@@ -313,9 +314,11 @@ impl Control {
         self.commands += 1;
         let mut inline = [0; 80];
         inline[..size_of::<ControlCommand>()].copy_from_slice(command.as_bytes());
-        let entry = match &self.way {
-            Way::File(file) => UringCmd80::new(types::Fd(file.as_raw_fd()), op).cmd(inline).build(),
-            Way::Registered { personality } => {
+        let entry = match &self.path {
+            CommandPath::File(file) => {
+                UringCmd80::new(types::Fd(file.as_raw_fd()), op).cmd(inline).build()
+            }
+            CommandPath::Registered { personality } => {
                 UringCmd80::new(types::Fixed(0), op).cmd(inline).build().personality(*personality)
             }
         };

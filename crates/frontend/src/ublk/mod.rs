@@ -73,7 +73,7 @@ const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
 const TRIES: usize = 3;
 
 /// A running server of one device. Dropping it leaves the device to a successor.
-pub struct Server {
+pub struct UblkServer {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     opener: u32,
@@ -99,7 +99,7 @@ pub fn serve<D: BlockDevice>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<UblkServer> {
     start::<D, ReadOnly>(number, slots, device, options)
 }
 
@@ -109,7 +109,7 @@ pub fn serve_writable<D: WritableDevice>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<UblkServer> {
     start::<D, Writable>(number, slots, device, options)
 }
 
@@ -118,7 +118,7 @@ fn start<D: BlockDevice, A: Changes<D>>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<UblkServer> {
     let mut tries = 1;
     loop {
         match try_to_start::<D, A>(number, slots.clone(), device.clone(), options) {
@@ -140,7 +140,7 @@ fn try_to_start<D: BlockDevice, A: Changes<D>>(
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
-) -> Result<Server> {
+) -> Result<UblkServer> {
     let driver = &options.driver;
     let Some(description) = driver.with(|control| control.device(number))? else {
         let what = format!("there is no ublk device {number}");
@@ -167,7 +167,7 @@ fn try_to_start<D: BlockDevice, A: Changes<D>>(
         running: AtomicUsize::new(usize::from(description.queues)),
         life: engine.life().clone(),
     });
-    let mut server = Server { shared: shared.clone(), threads: Vec::new(), opener };
+    let mut server = UblkServer { shared: shared.clone(), threads: Vec::new(), opener };
     let (ready, becomes_ready) = mpsc::channel();
     for number_of_queue in 0..description.queues {
         let (shared, engine, ready) = (shared.clone(), engine.clone(), ready.clone());
@@ -214,7 +214,7 @@ fn begin_recovery(driver: &Driver, number: u32) -> Result<()> {
     Ok(())
 }
 
-impl Server {
+impl UblkServer {
     /// The process that has opened the device, for [`Control::start`].
     pub fn opener(&self) -> u32 {
         self.opener
@@ -227,7 +227,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for UblkServer {
     fn drop(&mut self) {
         let life = &self.shared.life;
         life.end(End::Stopped);

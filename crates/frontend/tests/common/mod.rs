@@ -16,7 +16,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Now, Result, Shape};
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
+    Connection, FuseServer, LoopDevice, LoopOptions, ServeOptions, Slots, serve,
     ublk::{self, Control, Queues},
 };
 use tokio::{runtime::Runtime, sync::watch};
@@ -154,8 +154,8 @@ pub(crate) fn open_direct(path: &Path) -> io::Result<File> {
 /// FUSE file. The lab's newer kernel has it.
 pub(crate) enum Lazy {
     // Dropped in this order: the server, then its device.
-    Ublk { path: PathBuf, _server: ublk::Server, _device: Removed },
-    Fuse { device: LoopDevice, server: Server, _watchdog: Watchdog },
+    Ublk { path: PathBuf, _server: ublk::UblkServer, _device: Removed },
+    Fuse { device: LoopDevice, server: FuseServer, _watchdog: Watchdog },
 }
 
 impl Lazy {

@@ -16,7 +16,7 @@ use burgeon_block::{
     BLOCK_SIZE, BlockDevice, ByteRange, ChecksumKind, Digest, Error, ErrorKind, Now, Result, Shape,
 };
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, SeedInfo,
+    DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, InodeBody, NodeSink, SeedInfo,
     SeedOptions, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
 };
 
@@ -50,11 +50,11 @@ impl Seed {
     pub(crate) fn write_with(folder: &Path, change: impl Fn(SeedOptions) -> SeedOptions) -> Self {
         let mut tree = Tree::default();
         let inline = tree.push_bytes(INLINE).unwrap();
-        let (body, size) = (Body::Inline(inline), INLINE.len() as u64);
+        let (body, size) = (InodeBody::Inline(inline), INLINE.len() as u64);
         let file = Inode { mode: 0o100644, ..Inode::default() };
         tree.inodes.push(Inode { mode: 0o040755, ..Inode::default() });
         tree.inodes.push(Inode { body, size, ..file });
-        let body = Body::Extents { first: 0, count: 1 };
+        let body = InodeBody::Extents { first: 0, count: 1 };
         tree.inodes.push(Inode { body, size: LAZY_LEN, ..file });
         tree.extents.push(FileExtent { file_offset: 0, address: DATA_START, len: LAZY_LEN });
         for (inode, name) in [(1, b"inline".as_slice()), (2, b"lazy")] {

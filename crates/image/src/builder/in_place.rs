@@ -19,7 +19,7 @@ use burgeon_btrfs::Tree;
 use rayon::prelude::*;
 
 use super::{
-    BuildOptions, OnProgress, Progress, Report,
+    BuildOptions, BuildReport, OnProgress, Progress,
     assemble::{Extent, Input, Piece, Placed},
     nodes, publish,
     read::DirectoryInput,
@@ -37,7 +37,7 @@ pub(super) fn build(
     path: &Path,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     let _lease = store.begin_write()?;
     let scan = Scan::read(path, options.cross_mounts)?;
     let (bytes, entries) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -66,7 +66,7 @@ pub(super) fn build(
     manifest.tree = nodes::finish(&scan.nodes, placed, &manifest.chunk_addresses())?;
     let image = publish(store, name, &manifest, options)?;
     let (mounts_left_out, honours) = (scan.mounts, scan.honours);
-    Ok(Report { changed, mounts_left_out, honours, ..Report::of(image) })
+    Ok(BuildReport { changed, mounts_left_out, honours, ..BuildReport::of(image) })
 }
 
 /// Assigns pieces to chunks.

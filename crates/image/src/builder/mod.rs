@@ -29,7 +29,7 @@ use std::{
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
-use burgeon_btrfs::{Body, LINK_MAX, Tree, check_tree};
+use burgeon_btrfs::{InodeBody, LINK_MAX, Tree, check_tree};
 use rustix::fs::StatVfsMountFlags;
 use serde::{Deserialize, Serialize};
 
@@ -119,7 +119,7 @@ pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);
 
 /// The result of a build.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
+pub struct BuildReport {
     /// The image, as the store names it now.
     pub image: ImageRecord,
     /// Bytes of chunks stored by this build, compressed.
@@ -139,7 +139,7 @@ pub struct Report {
     pub honours: Option<Honours>,
 }
 
-impl Report {
+impl BuildReport {
     fn of(image: ImageRecord) -> Self {
         let (new_bytes, reused_bytes, acls_left_out) = (0, 0, 0);
         let (changed, mounts_left_out) = (Vec::new(), Vec::new());
@@ -187,7 +187,7 @@ pub fn from_directory(
     path: &Path,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     check_options(name, options)?;
     if !path
         .metadata()
@@ -232,8 +232,8 @@ pub fn from_directory(
                 store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
             }
             let (mounts_left_out, honours) = (scan.mounts, scan.honours);
-            let report = Report { new_bytes, reused_bytes, ..Report::of(image) };
-            Ok(Report { changed, mounts_left_out, honours, ..report })
+            let report = BuildReport { new_bytes, reused_bytes, ..BuildReport::of(image) };
+            Ok(BuildReport { changed, mounts_left_out, honours, ..report })
         })
     })
 }
@@ -268,7 +268,7 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
         // Map, cache and seed have checksums for all data or for none.
         manifest.block_checksums.fill(0);
         for inode in &mut manifest.tree.inodes {
-            inode.nodatasum = matches!(inode.body, Body::Extents { .. });
+            inode.nodatasum = matches!(inode.body, InodeBody::Extents { .. });
         }
     }
     Ok(manifest)

@@ -1,7 +1,7 @@
 //! The tree while it is being built, before inodes have their numbers.
 
 use burgeon_block::Result;
-use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Span, Tree, Xattr};
+use burgeon_btrfs::{BlobRange, DATA_START, Dirent, FileExtent, Inode, InodeBody, Tree, Xattr};
 
 use super::{
     assemble::{Extent, Placed},
@@ -127,7 +127,7 @@ pub(super) fn finish(nodes: &[Node], mut placed: Placed, addresses: &[u64]) -> R
     Ok(tree)
 }
 
-fn push(tree: &mut Tree, bytes: &[u8]) -> Result<Span> {
+fn push(tree: &mut Tree, bytes: &[u8]) -> Result<BlobRange> {
     tree.push_bytes(bytes).ok_or_else(|| {
         invalid(format!(
             "a name, an attribute or a link's target in the source has {} bytes, above the limit \
@@ -143,15 +143,15 @@ fn body(
     node: &Node,
     placed: &Placed,
     addresses: &[u64],
-) -> Result<Body> {
+) -> Result<InodeBody> {
     if node.kind() == S_IFLNK {
-        return Ok(Body::Inline(push(tree, &node.target)?));
+        return Ok(InodeBody::Inline(push(tree, &node.target)?));
     }
     if node.kind() != S_IFREG {
-        return Ok(Body::None);
+        return Ok(InodeBody::None);
     }
     if let Ok(index) = placed.inline.binary_search_by_key(&number, |(node, _)| *node) {
-        return Ok(Body::Inline(push(tree, &placed.inline[index].1)?));
+        return Ok(InodeBody::Inline(push(tree, &placed.inline[index].1)?));
     }
     let start = placed.extents.partition_point(|extent| extent.node < number);
     let first = tree.extents.len() as u32;
@@ -159,8 +159,8 @@ fn body(
         push_extent(&mut tree.extents, first, extent, addresses);
     }
     match tree.extents.len() as u32 - first {
-        0 => Ok(Body::None),
-        count => Ok(Body::Extents { first, count }),
+        0 => Ok(InodeBody::None),
+        count => Ok(InodeBody::Extents { first, count }),
     }
 }
 

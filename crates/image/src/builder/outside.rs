@@ -11,13 +11,13 @@ use std::{
 use burgeon_block::{
     BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Error, ObjectId, ObjectKind, ObjectStore, Result,
 };
-use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Tree};
+use burgeon_btrfs::{DATA_START, Dirent, FileExtent, Inode, InodeBody, Tree};
 use rayon::prelude::*;
 use rustix::fs::OFlags;
 
 use super::{
-    BuildOptions, Honours, OnProgress, Progress, Report, check_options, in_place, nodes::S_IFDIR,
-    nodes::S_IFREG, pool, publish, read::next_data,
+    BuildOptions, BuildReport, Honours, OnProgress, Progress, check_options, in_place,
+    nodes::S_IFDIR, nodes::S_IFREG, pool, publish, read::next_data,
 };
 use crate::{
     CHUNK_MAX, Codec, invalid,
@@ -69,7 +69,7 @@ pub fn computed(
     size: u64,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     if size == 0 || !size.is_multiple_of(BLOCK_SIZE) || size > 1 << 42 {
         return Err(invalid(format!(
             "a computed image has a multiple of {BLOCK_SIZE} bytes, at most 4 TiB, not {size}"
@@ -83,7 +83,7 @@ pub fn computed(
     let file = Inode { mode: S_IFREG | 0o444, size, ..Inode::default() };
     let object = pattern.object()?;
     let report = build(store, name, object, (b"data", file), ranges, fill, options, progress)?;
-    Ok(Report { honours: Some(Honours::ALL), ..report })
+    Ok(BuildReport { honours: Some(Honours::ALL), ..report })
 }
 
 /// Builds an image of the file, block device or directory `path`, by reference: the image holds
@@ -96,7 +96,7 @@ pub fn by_reference(
     path: &Path,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     let cannot = |error| Error::io(format!("cannot read {}", path.display()), error);
     let path = path.canonicalize().map_err(cannot)?;
     if path.is_dir() {
@@ -109,7 +109,7 @@ pub fn by_reference(
     let opened = File::options().read(true).custom_flags(flags).open(&path).map_err(cannot)?;
     let before = opened.metadata().map_err(cannot)?;
     if !before.is_file() && !before.file_type().is_block_device() {
-        let what = format!("{} is no file, block device or directory", path.display());
+        let what = format!("{} is not a file, block device or directory", path.display());
         return Err(invalid(what));
     }
     // The size of a block device is its end position.
@@ -135,7 +135,7 @@ pub fn by_reference(
     let file_name = path.file_name().unwrap_or(path.as_os_str()).as_encoded_bytes();
     let honours = Some(Honours::of(&opened)?);
     let report = build(store, name, object, (file_name, file), ranges, fill, options, progress)?;
-    let mut report = Report { honours, ..report };
+    let mut report = BuildReport { honours, ..report };
     let after = opened.metadata().map_err(cannot)?;
     if (before.len(), before.mtime(), before.mtime_nsec())
         != (after.len(), after.mtime(), after.mtime_nsec())
@@ -164,7 +164,7 @@ fn build(
     fill: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     check_options(name, options)?;
     pool(options)?.install(|| {
         let _lease = store.begin_write()?;
@@ -199,7 +199,7 @@ fn build(
         let image = publish(store, name, &manifest, options)?;
         let (entries, entries_total, bytes_total) = (2, Some(2), Some(total));
         progress(&Progress { entries, entries_total, bytes, bytes_total, stored_bytes: 0 });
-        Ok(Report::of(image))
+        Ok(BuildReport::of(image))
     })
 }
 
@@ -234,7 +234,7 @@ fn tree(name: &[u8], mut file: Inode, ranges: &DataRanges, addresses: &[u64]) ->
     }
     debug_assert!(addresses.first().is_none_or(|first| *first == DATA_START));
     if !tree.extents.is_empty() {
-        file.body = Body::Extents { first: 0, count: tree.extents.len() as u32 };
+        file.body = InodeBody::Extents { first: 0, count: tree.extents.len() as u32 };
     }
     let (mtime_s, mtime_ns) = (file.mtime_s, file.mtime_ns);
     tree.inodes =

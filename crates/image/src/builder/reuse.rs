@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::BuildOptions;
-use crate::{Codec, Limits, catalog, manifest::Manifest};
+use crate::{Codec, ManifestLimits, catalog, manifest::Manifest};
 
 /// Chunks that the store already holds and a build need not store again.
 ///
@@ -46,7 +46,8 @@ impl Known {
             };
             // Compared with its digest: another host may have written something else there.
             let Ok(bytes) = catalog::load_bytes(store, &digest) else { continue };
-            let Ok((chunks, objects)) = Manifest::decode_chunks(&bytes, &Limits::default()) else {
+            let Ok((chunks, objects)) = Manifest::decode_chunks(&bytes, &ManifestLimits::default())
+            else {
                 continue;
             };
             let mut numbers = Vec::with_capacity(objects.len());

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::{ImageRecord, list, load_bytes, name_object, read_roots, resolve};
-use crate::{Limits, Manifest};
+use crate::{Manifest, ManifestLimits};
 
 /// Removes the name `name`. The next [`gc`] removes the image's data if nothing else needs it.
 /// Refused (`Invalid`) while a host other than `this_host` needs the image and no other name
@@ -90,7 +90,7 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
         }
         match load_bytes(store, &digest) {
             Ok(bytes) => {
-                let (_, objects) = Manifest::decode_chunks(&bytes, &Limits::default())
+                let (_, objects) = Manifest::decode_chunks(&bytes, &ManifestLimits::default())
                     .map_err(|error| unknown_needs(&who, error))?;
                 packs.extend(objects);
             }

@@ -18,7 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object};
 use crate::{
-    Limits, Manifest, PROFILE_MAX, corrupt, invalid, manifest::ENCODED_MAX, pack, profile_object,
+    Manifest, ManifestLimits, PROFILE_MAX, corrupt, invalid, manifest::ENCODED_MAX, pack,
+    profile_object,
 };
 
 /// Objects in transfer at a time: each is in memory as a whole.
@@ -30,7 +31,8 @@ const PACK_MAX: u64 = 64 << 20;
 /// its data is in files of this host.
 pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<ObjectId>> {
     let digest = record.digest()?;
-    let (_, objects) = Manifest::decode_chunks(&load_bytes(store, &digest)?, &Limits::default())?;
+    let (_, objects) =
+        Manifest::decode_chunks(&load_bytes(store, &digest)?, &ManifestLimits::default())?;
     if let Some(file) = objects.iter().find_map(|object| object.below(ObjectKind::File)) {
         return Err(invalid(format!(
             "the image {:?} was built with --by-reference: its data is in files of this host, such \

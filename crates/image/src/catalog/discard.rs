@@ -5,7 +5,7 @@ use std::{collections::HashSet, sync::Mutex, sync::PoisonError};
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 
 use crate::{
-    Limits,
+    ManifestLimits,
     manifest::{ENCODED_MAX, Manifest},
 };
 
@@ -50,7 +50,7 @@ fn remove(store: &impl ObjectStore, packs: &[ObjectId]) -> Result<()> {
     let mut needed = HashSet::new();
     for manifest in store.list("manifests")? {
         let bytes = store.get(&manifest, ENCODED_MAX)?;
-        needed.extend(Manifest::decode_chunks(&bytes, &Limits::default())?.1);
+        needed.extend(Manifest::decode_chunks(&bytes, &ManifestLimits::default())?.1);
     }
     packs.iter().filter(|pack| !needed.contains(*pack)).try_for_each(|pack| store.remove(pack))
 }

@@ -32,7 +32,7 @@ pub(crate) use self::{
     names::check_name,
 };
 use crate::{
-    Limits, corrupt,
+    ManifestLimits, corrupt,
     manifest::{ENCODED_MAX, Manifest},
 };
 
@@ -146,7 +146,7 @@ pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Re
 ///
 /// Errors: `Corrupt` for a manifest that breaks a rule.
 pub fn publish_image(store: &impl ObjectStore, name: &str, bytes: &[u8]) -> Result<ImageRecord> {
-    let manifest = Manifest::decode(bytes, &Limits::default())?;
+    let manifest = Manifest::decode(bytes, &ManifestLimits::default())?;
     let digest = Digest::of(bytes);
     store.publish(&manifest_object(&digest)?, bytes)?;
     let record = ImageRecord::of(name, digest, &manifest, bytes.len() as u64);
@@ -207,7 +207,11 @@ fn read_record(store: &impl ObjectStore, object: &ObjectId) -> Result<ImageRecor
 }
 
 /// Reads the manifest with `digest` and checks it against the digest.
-pub fn load(store: &impl ObjectStore, digest: &Digest, limits: &Limits) -> Result<Manifest> {
+pub fn load(
+    store: &impl ObjectStore,
+    digest: &Digest,
+    limits: &ManifestLimits,
+) -> Result<Manifest> {
     let object = manifest_object(digest)?;
     let bytes = load_bytes(store, digest)?;
     Manifest::decode(&bytes, limits)

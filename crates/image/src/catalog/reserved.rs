@@ -85,7 +85,7 @@ pub struct OciName<'a> {
     pub digest: &'a str,
     /// The part of the image.
     pub part: NamedPart<'a>,
-    /// How its data is read.
+    /// The way in which its data is read.
     pub form: NameForm,
 }
 
@@ -100,7 +100,7 @@ pub enum NamedPart<'a> {
     Architecture(&'a str),
 }
 
-/// How the data of an OCI image is read.
+/// The way in which the data of an OCI image is read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NameForm {
     /// As its record says: from the store, or from whole layers.

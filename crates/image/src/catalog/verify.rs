@@ -12,7 +12,7 @@ use bytes::Bytes;
 use rayon::prelude::*;
 
 use super::load;
-use crate::{Limits, Manifest, Paths, corrupt, decode_chunk, pack};
+use crate::{Manifest, ManifestLimits, Paths, corrupt, decode_chunk, pack};
 
 /// A damaged or missing object, in the store or outside it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -50,7 +50,7 @@ pub fn verify(
     read: Read<'_>,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Verified> {
-    let manifest = load(store, digest, &Limits::default())?;
+    let manifest = load(store, digest, &ManifestLimits::default())?;
     let addresses = manifest.chunk_addresses();
     let total = manifest.chunks.iter().map(|chunk| chunk.stored.len()).sum();
     let done = AtomicU64::new(0);

@@ -286,7 +286,7 @@ impl View {
     fn mapping(&self, at: u64) -> Result<(MappingEntry, u64)> {
         match parse_entry(&self.sources, self.id, at)? {
             (Parsed::Mapping(mapping), len) => Ok((mapping, len)),
-            _ => Err(corrupt(format!("entry {at} of the source table is no mapping"))),
+            _ => Err(corrupt(format!("entry {at} of the source table is not a mapping"))),
         }
     }
 

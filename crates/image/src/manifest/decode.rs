@@ -1,5 +1,5 @@
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
-use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Span, Xattr};
+use burgeon_btrfs::{BlobRange, Dirent, FileExtent, Inode, InodeBody, Xattr};
 
 use super::*;
 use crate::{
@@ -15,7 +15,7 @@ impl Manifest {
     /// Decodes the output of [`Self::encode`]. `Corrupt` if the bytes are damaged or break a
     /// rule, `UnsupportedFormat` if their version or a feature is unknown, `Invalid` if they
     /// exceed `limits`.
-    pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
+    pub fn decode(bytes: &[u8], limits: &ManifestLimits) -> Result<Self> {
         let container = Container::parse(FORMAT, bytes)?;
         let params = params(&container, bytes)?;
         check_sizes(&params, bytes, limits)?;
@@ -58,7 +58,7 @@ impl Manifest {
     /// Upper bound, in bytes, of the memory for preparing the image of an encoded manifest: 256
     /// MiB, 512 bytes per entry, four times the bytes of names, of attributes and of data in the
     /// manifest, its tables of data, and the encoded manifest. Errors as in [`Self::decode`].
-    pub fn memory_bound(bytes: &[u8], limits: &Limits) -> Result<u64> {
+    pub fn memory_bound(bytes: &[u8], limits: &ManifestLimits) -> Result<u64> {
         let params = params(&Container::parse(FORMAT, bytes)?, bytes)?;
         check_sizes(&params, bytes, limits)?;
         let entries = params.inodes.get().max(params.dirents.get());
@@ -68,12 +68,12 @@ impl Manifest {
     }
 
     /// The objects that hold the chunks of an encoded manifest. Errors as in [`Self::decode`].
-    pub fn decode_objects(bytes: &[u8], limits: &Limits) -> Result<Vec<ObjectId>> {
+    pub fn decode_objects(bytes: &[u8], limits: &ManifestLimits) -> Result<Vec<ObjectId>> {
         Ok(Self::decode_chunks(bytes, limits)?.1)
     }
 
     /// [`Self::lacks_checksums`] for an encoded manifest.
-    pub fn decode_lacks_checksums(bytes: &[u8], limits: &Limits) -> Result<bool> {
+    pub fn decode_lacks_checksums(bytes: &[u8], limits: &ManifestLimits) -> Result<bool> {
         let (chunks, _) = Self::decode_chunks(bytes, limits)?;
         Ok(chunks.iter().any(|chunk| chunk.codec == Codec::Verified))
     }
@@ -82,7 +82,7 @@ impl Manifest {
     /// without the tree.
     pub(crate) fn decode_chunks(
         bytes: &[u8],
-        limits: &Limits,
+        limits: &ManifestLimits,
     ) -> Result<(Vec<ChunkEntry>, Vec<ObjectId>)> {
         let container = Container::parse(FORMAT, bytes)?;
         let params = params(&container, bytes)?;
@@ -105,7 +105,7 @@ fn params(container: &Container, bytes: &[u8]) -> Result<Params> {
 
 /// Refuses, before anything is allocated, declared sizes that are absurd, exceed the limits, or
 /// are impossible for the manifest's length.
-fn check_sizes(params: &Params, bytes: &[u8], limits: &Limits) -> Result<()> {
+fn check_sizes(params: &Params, bytes: &[u8], limits: &ManifestLimits) -> Result<()> {
     let counts = [
         params.inodes,
         params.dirents,
@@ -171,14 +171,14 @@ struct Spans {
 }
 
 impl Spans {
-    fn take(&mut self, len: u64) -> Result<Span> {
+    fn take(&mut self, len: u64) -> Result<BlobRange> {
         let start = self.next;
         let fits = u32::try_from(len).ok().filter(|_| len <= self.end - start);
         let Some(len) = fits else {
             return Err(corrupt("the manifest names bytes that it does not hold"));
         };
         self.next += u64::from(len);
-        Ok(Span { start, len })
+        Ok(BlobRange { start, len })
     }
 
     fn finish(self) -> Result<()> {
@@ -241,10 +241,10 @@ fn inodes(
             mtime_s: next(&mut seconds) as i64,
             mtime_ns: next(&mut nanos) as u32,
             body: match body & !NODATASUM {
-                BODY_NONE if count == 0 => Body::None,
-                BODY_INLINE if count == 0 => Body::Inline(spans.take(size)?),
+                BODY_NONE if count == 0 => InodeBody::None,
+                BODY_INLINE if count == 0 => InodeBody::Inline(spans.take(size)?),
                 BODY_EXTENTS if count > 0 => {
-                    Body::Extents { first: extent_first, count: count as u32 }
+                    InodeBody::Extents { first: extent_first, count: count as u32 }
                 }
                 _ => return Err(corrupt("an inode has an impossible body")),
             },

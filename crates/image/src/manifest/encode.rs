@@ -1,5 +1,5 @@
 use burgeon_block::{Digest, Result};
-use burgeon_btrfs::{Body, FileExtent, Inode, Span, Tree, Xattr};
+use burgeon_btrfs::{BlobRange, FileExtent, Inode, InodeBody, Tree, Xattr};
 use zerocopy::IntoBytes;
 
 use super::*;
@@ -13,7 +13,7 @@ impl Manifest {
     /// The manifest's bytes, compressed with zstd at `level`, and their digest, which is the
     /// image's identity. `Invalid` if the manifest breaks a rule of [`Self::decode`].
     pub fn encode(&self, level: i32) -> Result<(Vec<u8>, Digest)> {
-        self.validate(&Limits::default())?;
+        self.validate(&ManifestLimits::default())?;
         let tree = &self.tree;
         let (names, inline, xattr_bytes) = (names(tree), bodies(tree), xattr_bytes(tree));
         let objects = objects::encode(&self.objects);
@@ -72,7 +72,7 @@ fn names(tree: &Tree) -> Vec<u8> {
 fn bodies(tree: &Tree) -> Vec<u8> {
     let mut bytes = Vec::new();
     for inode in &tree.inodes {
-        if let Body::Inline(span) = inode.body {
+        if let InodeBody::Inline(span) = inode.body {
             bytes.extend_from_slice(tree.bytes(span));
         }
     }
@@ -102,8 +102,8 @@ fn inodes(tree: &Tree) -> Vec<u8> {
     writer.column(
         4,
         all().map(|inode| match inode.body {
-            Body::Extents { count, .. } => count.into(),
-            Body::None | Body::Inline(_) => 0,
+            InodeBody::Extents { count, .. } => count.into(),
+            InodeBody::None | InodeBody::Inline(_) => 0,
         }),
     );
     writer.column(2, all().map(|inode| inode.xattr_count.into()));
@@ -112,9 +112,9 @@ fn inodes(tree: &Tree) -> Vec<u8> {
 
 fn body_byte(inode: &Inode) -> u64 {
     let body = match inode.body {
-        Body::None => BODY_NONE,
-        Body::Inline(_) => BODY_INLINE,
-        Body::Extents { .. } => BODY_EXTENTS,
+        InodeBody::None => BODY_NONE,
+        InodeBody::Inline(_) => BODY_INLINE,
+        InodeBody::Extents { .. } => BODY_EXTENTS,
     };
     body | if inode.nodatasum { NODATASUM } else { 0 }
 }
@@ -161,7 +161,7 @@ fn xattrs(tree: &Tree) -> Vec<u8> {
     writer.finish()
 }
 
-fn len(span: Span) -> u64 {
+fn len(span: BlobRange) -> u64 {
     span.len.into()
 }
 

@@ -148,7 +148,7 @@ const EMPTY: ByteRange = match ByteRange::at(DATA_START, 0) {
 
 /// Limits on the resources that a manifest may require.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct ManifestLimits {
     /// Decoded bytes of all sections together.
     pub bytes_max: u64,
     /// Bytes of lazy data.
@@ -157,7 +157,7 @@ pub struct Limits {
     pub items_max: u64,
 }
 
-impl Default for Limits {
+impl Default for ManifestLimits {
     /// 8 GiB decoded (some 50 million files), 1 PiB of data, 2³⁰ items.
     fn default() -> Self {
         Self { bytes_max: 8 << 30, data_max: 1 << 50, items_max: 1 << 30 }

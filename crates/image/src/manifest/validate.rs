@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 
 use burgeon_block::{ObjectKind, Result};
-use burgeon_btrfs::{Body, FileExtent, Inode};
+use burgeon_btrfs::{FileExtent, Inode, InodeBody};
 
 use super::*;
 use crate::{CHUNK_MAX, FILE_MAX, INLINE_MAX, XATTR_MAX, corrupt, invalid, paths::path_of};
@@ -29,7 +29,7 @@ const LINK_MAX: u32 = 65535;
 
 impl Manifest {
     /// Checks every rule. `Corrupt` names the broken rule, `Invalid` the exceeded limit.
-    pub fn validate(&self, limits: &Limits) -> Result<()> {
+    pub fn validate(&self, limits: &ManifestLimits) -> Result<()> {
         let blocks = (self.block_checksums.len() / self.checksum.size()) as u64;
         chunk_table(&self.chunks, &self.objects, Some(blocks))?;
         if !self.block_checksums.len().is_multiple_of(self.checksum.size()) {
@@ -41,8 +41,9 @@ impl Manifest {
             return Err(corrupt("the manifest has checksums of blocks that nobody has read"));
         }
         for (number, inode) in self.tree.inodes.iter().enumerate() {
-            let claims =
-                lacks_checksums && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum;
+            let claims = lacks_checksums
+                && matches!(inode.body, InodeBody::Extents { .. })
+                && !inode.nodatasum;
             let fits = match check_inode(&self.tree, inode, data) {
                 Ok(()) if claims => Err("its file has checksums, but the manifest has none"),
                 fits => fits,
@@ -70,7 +71,7 @@ impl Manifest {
             let parent = group[0].parent;
             if !is_dir(parent) || std::mem::replace(&mut listed[parent as usize], true) {
                 return Err(corrupt(format!(
-                    "names in inode {parent}, which is no directory or is listed twice"
+                    "names in inode {parent}, which is not a directory or is listed twice"
                 )));
             }
             let mut names = HashSet::with_capacity(group.len());
@@ -121,7 +122,7 @@ impl Manifest {
 
     /// Bounds the number of extent items: the btrfs writer cuts every extent wherever another one
     /// begins or ends.
-    fn item_count(&self, limits: &Limits) -> Result<()> {
+    fn item_count(&self, limits: &ManifestLimits) -> Result<()> {
         let extents = &self.tree.extents;
         let mut cuts: Vec<u64> = extents
             .iter()
@@ -203,7 +204,7 @@ fn check_name(name: &[u8]) -> Result<()> {
     if fits {
         return Ok(());
     }
-    Err(corrupt(format!("{:?} is no file name", String::from_utf8_lossy(name))))
+    Err(corrupt(format!("{:?} is not a file name", String::from_utf8_lossy(name))))
 }
 
 fn check_inode(tree: &Tree, inode: &Inode, data: ByteRange) -> Result<(), &'static str> {
@@ -212,16 +213,16 @@ fn check_inode(tree: &Tree, inode: &Inode, data: ByteRange) -> Result<(), &'stat
         return Err("its mode or time does not exist");
     }
     if inode.rdev != 0 && kind != S_IFCHR && kind != S_IFBLK {
-        return Err("it has a device number but is no device");
+        return Err("it has a device number but is not a device");
     }
     match (kind, inode.body) {
-        (S_IFDIR | S_IFCHR | S_IFBLK | S_IFIFO | S_IFSOCK, Body::None) if inode.size == 0 => {}
+        (S_IFDIR | S_IFCHR | S_IFBLK | S_IFIFO | S_IFSOCK, InodeBody::None) if inode.size == 0 => {}
         (S_IFREG, _) if inode.size > FILE_MAX => return Err("it is longer than a file can be"),
-        (S_IFREG, Body::None) => {}
-        (S_IFREG, Body::Inline(span))
+        (S_IFREG, InodeBody::None) => {}
+        (S_IFREG, InodeBody::Inline(span))
             if inode.size == u64::from(span.len) && (1..=INLINE_MAX).contains(&span.len) => {}
-        (S_IFREG, Body::Extents { .. }) => check_extents(inode, tree.extents_of(inode), data)?,
-        (S_IFLNK, Body::Inline(span))
+        (S_IFREG, InodeBody::Extents { .. }) => check_extents(inode, tree.extents_of(inode), data)?,
+        (S_IFLNK, InodeBody::Inline(span))
             if inode.size == u64::from(span.len)
                 && (1..=SYMLINK_MAX).contains(&inode.size)
                 && !tree.bytes(span).contains(&0) => {}

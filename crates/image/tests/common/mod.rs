@@ -7,8 +7,8 @@ pub mod archives;
 use std::{collections::BTreeMap, path::Path};
 
 use burgeon_block::{BlockSource, ByteRange, ObjectId};
-use burgeon_btrfs::{Body, Inode, Tree};
-use burgeon_image::{Limits, Manifest, builder, catalog, decode_chunk};
+use burgeon_btrfs::{Inode, InodeBody, Tree};
+use burgeon_image::{Manifest, ManifestLimits, builder, catalog, decode_chunk};
 use burgeon_source::Directory;
 
 pub fn store() -> (tempfile::TempDir, Directory) {
@@ -31,12 +31,12 @@ pub fn provenance(store: &Directory) -> catalog::Provenance {
     catalog::Provenance::new(store.root().with_file_name("provenance"), "store")
 }
 
-pub fn from_directory(store: &Directory, name: &str, path: &Path) -> builder::Report {
+pub fn from_directory(store: &Directory, name: &str, path: &Path) -> builder::BuildReport {
     builder::from_directory(store, name, path, &options_with(store), &|_| ()).unwrap()
 }
 
-pub fn load(store: &Directory, report: &builder::Report) -> Manifest {
-    catalog::load(store, &report.image.digest().unwrap(), &Limits::default()).unwrap()
+pub fn load(store: &Directory, report: &builder::BuildReport) -> Manifest {
+    catalog::load(store, &report.image.digest().unwrap(), &ManifestLimits::default()).unwrap()
 }
 
 /// Incompressible bytes, the same for the same seed.
@@ -97,7 +97,7 @@ pub fn data_of(source: &impl BlockSource, manifest: &Manifest) -> Vec<u8> {
 
 /// A regular file's content.
 pub fn content(manifest: &Manifest, data: &[u8], inode: &Inode) -> Vec<u8> {
-    if let Body::Inline(span) = inode.body {
+    if let InodeBody::Inline(span) = inode.body {
         return manifest.tree.bytes(span).to_vec();
     }
     let mut content = vec![0; inode.size as usize];

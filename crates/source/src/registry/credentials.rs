@@ -272,7 +272,7 @@ mod tests {
         let found = configured(config, "r.example").unwrap();
         let expected = DockerCredential::UsernamePassword("user".into(), "hunter2".into());
         assert_eq!(found, Some(expected));
-        assert!(configured(config, "other.example").unwrap_err().contains("no name"));
+        assert!(configured(config, "other.example").unwrap_err().contains("not a name"));
         assert_eq!(configured(b"{}", "r.example"), Ok(None));
         let why = configured(br#"{"auths": {"r.example": {"auth": "hunter2" "#, "r.example");
         let why = why.unwrap_err();

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{Access, Traffic, web};
 
-/// How long a mirror that failed is asked last.
+/// Time for which a mirror that failed is asked last.
 const REST: Duration = Duration::from_secs(30);
 
 pub(super) struct Endpoint {

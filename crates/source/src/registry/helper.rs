@@ -34,13 +34,13 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub type Said = Result<String, String>;
 
 /// Asks the helper of this name for the credentials of a registry.
-pub type Ask = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
+pub type AskHelper = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
 
-static ASK: OnceLock<Ask> = OnceLock::new();
+static ASK: OnceLock<AskHelper> = OnceLock::new();
 
 /// Makes `ask` call the helpers from now on, in a process that may not execute programs. Only the
 /// first call has an effect.
-pub fn ask_helpers_by(ask: Ask) {
+pub fn ask_helpers_by(ask: AskHelper) {
     let _ = ASK.set(ask);
 }
 
@@ -93,7 +93,7 @@ pub fn ask_helper(helper: &str, registry: &str) -> Said {
     }
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if helper.is_empty() || !helper.chars().all(plain) {
-        return Err(format!("{helper:?} is no name of a credential helper"));
+        return Err(format!("{helper:?} is not a name of a credential helper"));
     }
     let name = format!("docker-credential-{helper}");
     let mut command = Command::new(&name);
@@ -182,6 +182,6 @@ mod tests {
         assert!(
             run(shell("echo secret; exit 1"), "x", "x", within).unwrap_err().contains("failed")
         );
-        assert!(ask_helper("../../bin/sh", "x").unwrap_err().contains("no name"));
+        assert!(ask_helper("../../bin/sh", "x").unwrap_err().contains("not a name"));
     }
 }

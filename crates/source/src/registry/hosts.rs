@@ -130,7 +130,7 @@ fn parse(text: &str, folder: &Path, name: &Name) -> Parsed<Vec<Host>> {
     for (key, value) in table.get_ref() {
         match (&**key.get_ref(), value.get_ref()) {
             ("host", DeValue::Table(hosts)) => mirrors.extend(hosts),
-            ("host", _) => return Err("host is no table: write [host.\"https://…\"]".to_owned()),
+            ("host", _) => return Err("host is not a table: write [host.\"https://…\"]".to_owned()),
             ("server", value) => server = Some(string("server", value)?),
             _ => {}
         }
@@ -143,7 +143,7 @@ fn parse(text: &str, folder: &Path, name: &Name) -> Parsed<Vec<Host>> {
     let mut hosts = Vec::new();
     for (url, value) in mirrors {
         let DeValue::Table(table) = value.get_ref() else {
-            return Err(format!("host.{:?} is no table", url.get_ref()));
+            return Err(format!("host.{:?} is not a table", url.get_ref()));
         };
         hosts.push(host(url.get_ref(), table, folder, false)?);
     }
@@ -252,7 +252,7 @@ fn client(value: &DeValue<'_>, folder: &Path) -> Parsed<Option<ClientPem>> {
 }
 
 fn headers(value: &DeValue<'_>) -> Parsed<Vec<(String, String)>> {
-    let DeValue::Table(table) = value else { return Err("header is no table".to_owned()) };
+    let DeValue::Table(table) = value else { return Err("header is not a table".to_owned()) };
     let mut headers = Vec::new();
     for (key, value) in table {
         let key = &**key.get_ref();
@@ -270,7 +270,7 @@ fn headers(value: &DeValue<'_>) -> Parsed<Vec<(String, String)>> {
 }
 
 fn string<'a>(key: &str, value: &'a DeValue<'_>) -> Parsed<&'a str> {
-    value.as_str().ok_or_else(|| format!("{key} is no string"))
+    value.as_str().ok_or_else(|| format!("{key} is not a string"))
 }
 
 fn boolean(key: &str, value: &DeValue<'_>) -> Parsed<bool> {
@@ -292,7 +292,7 @@ fn milliseconds(text: &str) -> Parsed<u64> {
     let parsed = units.into_iter().find_map(|(unit, factor)| {
         text.strip_suffix(unit)?.parse::<u32>().ok().map(|count| u64::from(count) * factor)
     });
-    parsed.ok_or_else(|| format!("dial_timeout {text:?} is no time such as \"1s\" or \"500ms\""))
+    parsed.ok_or_else(|| format!("dial_timeout {text:?} is not a time such as \"1s\" or \"500ms\""))
 }
 
 #[cfg(test)]

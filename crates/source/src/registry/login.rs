@@ -30,7 +30,7 @@ const LOGIN_MAX: Duration = Duration::from_secs(60);
 
 /// The logins to a repository.
 pub(super) struct Logins {
-    desk: Desk,
+    scope: LoginScope,
     access: Access,
     /// Held during a login.
     turn: Semaphore,
@@ -51,7 +51,7 @@ struct Unreached {
 
 /// The repository and operation to log in for.
 #[derive(Clone)]
-struct Desk {
+struct LoginScope {
     operation: Operation,
     name: Name,
     trust: web::Trust,
@@ -96,8 +96,8 @@ impl Logins {
     ) -> Self {
         let (name, access) = (name.clone(), access.clone());
         let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
-        let (desk, unreached) = (Desk { operation, name, trust }, Mutex::default());
-        Self { desk, access, turn, known, ahead, unreached }
+        let (scope, unreached) = (LoginScope { operation, name, trust }, Mutex::default());
+        Self { scope, access, turn, known, ahead, unreached }
     }
 
     fn known(&self) -> MutexGuard<'_, Option<Login>> {
@@ -127,7 +127,7 @@ impl Logins {
         if let Some(login) = self.known().clone().filter(good) {
             return Ok(login);
         }
-        let what = format!("log in to {}", self.desk.name.registry());
+        let what = format!("log in to {}", self.scope.name.registry());
         let ended = |_| {
             Error::new(ErrorKind::Unavailable, format!("cannot {what}: the client is being closed"))
         };
@@ -150,7 +150,7 @@ impl Logins {
             Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
         });
         let login = made.inspect_err(|error| {
-            let is_refusal = error.cause::<web::Refusal>().is_some();
+            let is_refusal = error.cause::<web::AccessDenied>().is_some();
             if error.kind() == ErrorKind::Unavailable && !is_refusal {
                 let mut unreached = self.unreached();
                 unreached.count += 1;
@@ -165,7 +165,7 @@ impl Logins {
         let number = refused.map_or(0, |login| login.number + 1);
         // An error in a credential file matters only if a login is needed and no credentials are
         // found.
-        let (given, mut wrong) = match credentials::given(&self.desk.name, &self.access) {
+        let (given, mut wrong) = match credentials::given(&self.scope.name, &self.access) {
             Ok(given) => (given, None),
             Err(error) => (None, Some(error)),
         };
@@ -174,20 +174,20 @@ impl Logins {
             refused.is_some_and(|login| login.given && matches!(login.with, With::Password(_, _)));
         let mut why = None;
         if let Some(given) = given.filter(|_| !is_used_up) {
-            match self.desk.log_in(what, Some(given), retries).await {
+            match self.scope.log_in(what, Some(given), retries).await {
                 Ok(with) => return Ok(Login { number, with, given: true, is_named: true }),
                 Err(error) => why = Some(error),
             }
         }
-        let own = credentials::own(&self.desk.name, refused.is_some());
+        let own = credentials::own(&self.scope.name, refused.is_some());
         let own = own.await.unwrap_or_else(|error| {
             wrong.get_or_insert(error);
             None
         });
-        let needs_login = refused.is_some() || self.desk.operation != Operation::Pull;
+        let needs_login = refused.is_some() || self.scope.operation != Operation::Pull;
         match (own, why, wrong) {
             (Some(own), ..) => {
-                let with = self.desk.log_in(what, Some(own), retries).await?;
+                let with = self.scope.log_in(what, Some(own), retries).await?;
                 Ok(Login { number, with, given: false, is_named: true })
             }
             // No other credentials: report why the given ones failed.
@@ -208,17 +208,17 @@ impl Logins {
         {
             return made;
         }
-        if is_refused || self.desk.operation != Operation::Pull {
-            return self.desk.log_in(what, None, retries).await;
+        if is_refused || self.scope.operation != Operation::Pull {
+            return self.scope.log_in(what, None, retries).await;
         }
-        let (desk, what) = (self.desk.clone(), what.to_owned());
-        let login = async move { desk.log_in(&what, None, retries).await };
+        let (scope, what) = (self.scope.clone(), what.to_owned());
+        let login = async move { scope.log_in(&what, None, retries).await };
         *self.ahead() = Some(Ahead(tokio::spawn(login)));
         Ok(With::Unconfirmed)
     }
 }
 
-impl Desk {
+impl LoginScope {
     async fn log_in(
         &self,
         what: &str,
@@ -263,7 +263,7 @@ impl Login {
             ),
             _ => return web::refused(what, status),
         };
-        Error::with_source(ErrorKind::Unavailable, format!("cannot {what}"), web::Refusal(why))
+        Error::with_source(ErrorKind::Unavailable, format!("cannot {what}"), web::AccessDenied(why))
     }
 
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {

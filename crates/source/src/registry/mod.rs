@@ -45,7 +45,7 @@ use tokio::{
 };
 
 pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files, serves};
-pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
+pub use self::helper::{AskHelper, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, ObjectBlobs},
     digest::{Checked, Digesting, OciDigest},
@@ -252,7 +252,7 @@ impl Registry {
     pub fn blob(&self, digest: &OciDigest, offset: u64) -> Result<impl Read + Send + use<>> {
         let (this, blob) = (self.clone(), Resource::Blob(digest.clone()));
         let what = format!("read {blob} of {}", self.0.name);
-        web::Body::starting(what.clone(), offset, BLOB_MAX, move |offset| {
+        web::BlockingBody::starting(what.clone(), offset, BLOB_MAX, move |offset| {
             waiting(this.get(&what, &blob, web::RETRIES, |request| web::from(request, offset)))
         })
     }

@@ -106,7 +106,7 @@ impl Name {
         let scheme = if self.plain { "http" } else { "https" };
         let base = format!("{scheme}://{host}/v2/{}/", self.repository);
         Url::parse(&base).map_err(|error| {
-            Error::with_source(ErrorKind::Invalid, format!("{host} is no registry"), error)
+            Error::with_source(ErrorKind::Invalid, format!("{host} is not a registry"), error)
         })
     }
 }
@@ -268,7 +268,8 @@ impl Serialize for Name {
 impl<'de> Deserialize<'de> for Name {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let name = Self::parse(&text).unwrap_or_else(|| Err(invalid(format!("{text} is no name"))));
+        let name =
+            Self::parse(&text).unwrap_or_else(|| Err(invalid(format!("{text} is not a name"))));
         name.map_err(de::Error::custom)
     }
 }

@@ -151,7 +151,7 @@ fn json_of(yaml: &Yaml, depth: usize) -> Result<Value, String> {
         Yaml::Hash(hash) => {
             let mut map = Map::new();
             for (key, value) in hash {
-                let key = key.as_str().ok_or("has a key that is no string")?;
+                let key = key.as_str().ok_or("has a key that is not a string")?;
                 map.insert(key.to_owned(), json_of(value, depth + 1)?);
             }
             Value::Object(map)
@@ -168,7 +168,7 @@ impl Provider {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         let name = &self.name;
         if name.is_empty() || name == "." || name == ".." || !name.chars().all(is_plain) {
-            return Err(format!("{name:?} is no name of a plugin"));
+            return Err(format!("{name:?} is not a name of a plugin"));
         }
         let version = self.api_version.strip_prefix("credentialprovider.kubelet.k8s.io/");
         if !version.is_some_and(|version| VERSIONS.contains(&version)) {
@@ -176,7 +176,7 @@ impl Provider {
         }
         if duration(&self.default_cache_duration).is_none() {
             let what = &self.default_cache_duration;
-            return Err(format!("defaultCacheDuration {what:?} is no time such as \"12h\""));
+            return Err(format!("defaultCacheDuration {what:?} is not a time such as \"12h\""));
         }
         match self.match_images.is_empty() {
             true => Err("matchImages is empty".to_owned()),
@@ -241,7 +241,7 @@ providers:
     #[test]
     fn a_file_that_is_none_is_refused() {
         for (from, to, said) in [
-            ("name: ecr-credential-provider", "name: ../sh", "no name"),
+            ("name: ecr-credential-provider", "name: ../sh", "not a name"),
             ("CredentialProviderConfig", "Pod", "kind"),
             ("\"12h\"", "\"12\"", "defaultCacheDuration"),
             ("k8s.io/v1\n    args", "k8s.io/v7\n    args", "apiVersion"),

@@ -214,7 +214,7 @@ impl Exchange<'_> {
         let is_refusal = matches!(status.as_u16(), 400 | 401 | 403);
         let refusal = |why: &str| {
             let what = format!("cannot {}", self.what);
-            Error::with_source(ErrorKind::Unavailable, what, web::Refusal(why.to_owned()))
+            Error::with_source(ErrorKind::Unavailable, what, web::AccessDenied(why.to_owned()))
         };
         match credentials {
             Some(DockerCredential::IdentityToken(_)) if is_refusal => {

@@ -6,7 +6,7 @@ use object_store::client::{HttpError, HttpErrorKind};
 use super::wire::Wrong;
 use crate::{
     location::{RemoteUrl, Scheme},
-    web::{self, Refusal},
+    web::{self, AccessDenied},
 };
 
 /// Address that a virtual machine asks for credentials when the environment has none.
@@ -26,7 +26,7 @@ pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> 
             return Error::with_source(
                 ErrorKind::Unavailable,
                 format!("cannot {what} of {url}"),
-                Refusal(format!("{why}: {}", check(url))),
+                AccessDenied(format!("{why}: {}", check(url))),
             );
         }
         Theirs::NotSupported { .. } | Theirs::NotImplemented { .. } => {

@@ -23,7 +23,7 @@ use object_store::{ObjectMeta, ObjectStoreExt};
 use tempfile::TempDir;
 use tokio::task::AbortHandle;
 
-use super::Remote;
+use super::RemoteStore;
 use crate::location::RemoteUrl;
 use crate::{runtime, waiting};
 
@@ -88,7 +88,7 @@ impl Renewed {
 
 /// A mark that is renewed, and removed when dropped.
 struct Mark {
-    store: Remote,
+    store: RemoteStore,
     object: ObjectId,
     renewal: AbortHandle,
     _renewed: Arc<Renewed>,
@@ -97,7 +97,7 @@ struct Mark {
 }
 
 impl Mark {
-    fn put(store: &Remote, kind: &str) -> Result<Self> {
+    fn put(store: &RemoteStore, kind: &str) -> Result<Self> {
         let scratch = tempfile::Builder::new().prefix("burgeon-").tempdir();
         let scratch = scratch.map_err(|e| {
             let folder = std::env::temp_dir();
@@ -159,7 +159,7 @@ impl Drop for Mark {
     }
 }
 
-async fn marks(store: &Remote) -> Result<Vec<ObjectMeta>> {
+async fn marks(store: &RemoteStore) -> Result<Vec<ObjectMeta>> {
     let folder = store.path("leases")?;
     let mut listed = store.0.calling.list(Some(&folder)).take(MARKS_MAX + 1);
     let mut marks = Vec::new();
@@ -176,7 +176,7 @@ async fn marks(store: &Remote) -> Result<Vec<ObjectMeta>> {
     Ok(marks)
 }
 
-pub(super) fn begin_write(store: &Remote) -> Result<Lease> {
+pub(super) fn begin_write(store: &RemoteStore) -> Result<Lease> {
     let mark = Mark::put(store, "write")?;
     let begun = Instant::now();
     while mark.others("collect-")?.0 > 0 {
@@ -191,7 +191,7 @@ pub(super) fn begin_write(store: &Remote) -> Result<Lease> {
     Ok(mark.into_lease())
 }
 
-pub(super) fn begin_collect(store: &Remote) -> Result<Collecting> {
+pub(super) fn begin_collect(store: &RemoteStore) -> Result<Collecting> {
     let mark = Mark::put(store, "collect")?;
     if mark.others("collect-")?.0 > 0 {
         return Err(Error::new(

@@ -58,7 +58,7 @@ const EMPTY_TICK: Duration = Duration::from_secs(1);
 
 /// A remote store. Cheap to clone.
 #[derive(Clone)]
-pub struct Remote(Arc<Inner>);
+pub struct RemoteStore(Arc<Inner>);
 
 struct Inner {
     url: RemoteUrl,
@@ -74,7 +74,7 @@ struct Inner {
     traffic: Arc<Traffic>,
 }
 
-impl Remote {
+impl RemoteStore {
     /// Opens the store at `url` with the settings in `access`. Sends nothing.
     pub(crate) fn open(url: &RemoteUrl, access: &Access) -> Result<Self> {
         let traffic = Arc::default();
@@ -253,7 +253,7 @@ impl Remote {
     }
 }
 
-impl BlockSource for Remote {
+impl BlockSource for RemoteStore {
     async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         if check_len(object, range)? == 0 {
             return Ok(Bytes::new());
@@ -269,7 +269,7 @@ impl BlockSource for Remote {
     }
 }
 
-impl ObjectStore for Remote {
+impl ObjectStore for RemoteStore {
     fn publish_file(&self, object: &ObjectId, from: &FilePath) -> Result<()> {
         let failed = |verb: &'static str| {
             move |e: io::Error| Error::io(format!("cannot {verb} {}", from.display()), e)
@@ -341,7 +341,7 @@ impl ObjectStore for Remote {
     }
 }
 
-impl Remote {
+impl RemoteStore {
     fn publish_bytes(&self, object: &ObjectId, bytes: Bytes) -> Result<()> {
         self.check_writable()?;
         self.0.leases.check(&self.0.url)?;
@@ -350,8 +350,8 @@ impl Remote {
 }
 
 /// Not derived: the library's clients would show credentials.
-impl fmt::Debug for Remote {
+impl fmt::Debug for RemoteStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Remote").field(&self.0.url).finish()
+        f.debug_tuple("RemoteStore").field(&self.0.url).finish()
     }
 }

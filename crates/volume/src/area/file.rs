@@ -5,9 +5,8 @@
 //!                                                                     checksums? ──► every waiter
 //! ```
 //!
-//! Nothing is cached: the kernel's page cache has the bytes. The tests are in `tests/area.rs`,
-//! and the simulator's bugs `AcceptOtherIdentity`, `SkipFirstSeen` and `KeepFirstChecksumOnly`
-//! are found here.
+//! Nothing is cached: the kernel's page cache has the bytes (held by the simulator and
+//! `tests/area.rs`).
 
 use std::{convert::Infallible, sync::Arc};
 
@@ -24,10 +23,10 @@ use crate::{
     fetch::{
         Begun, Joined, check_len,
         in_flight::{Cost, Fetched},
-        retry::Question,
+        retry::FetchRequest,
     },
     volume::Pending,
-    waits::Told,
+    waits::WaitRecord,
 };
 
 /// Blocks of a file that are read, compared and served as one: 64 KiB. A local disk gives them in
@@ -104,7 +103,7 @@ where
                     Joined::NoPermit => {}
                 }
             }
-            if !pending.copy_next(range, out, counters, &Told::default()).await? {
+            if !pending.copy_next(range, out, counters, &WaitRecord::default()).await? {
                 return Ok(());
             }
         }
@@ -130,8 +129,8 @@ where
     async fn fetch_task(self: Arc<Self>, begun: Begun, chunk: Arc<FileChunk>) {
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost::default();
-        let mut question = FileQuestion { area: &self, chunk: &chunk };
-        let result = self.engine.ask(&mut question, deadline, &mut cost).await;
+        let mut request = FileRequest { area: &self, chunk: &chunk };
+        let result = self.engine.ask(&mut request, deadline, &mut cost).await;
         let unclaimed = Arc::clone(&self.engine.unclaimed);
         in_flight.publish(Arc::new(Fetched::new(result, cost, unclaimed, permits)));
         in_flight.end(false);
@@ -175,13 +174,13 @@ where
     }
 }
 
-/// The question for a chunk of a mapped file.
-struct FileQuestion<'a, S, F, L> {
+/// The request for a chunk of a mapped file.
+struct FileRequest<'a, S, F, L> {
     area: &'a Arc<VirtualArea<S, F, L>>,
     chunk: &'a FileChunk,
 }
 
-impl<S, F, L> Question for FileQuestion<'_, S, F, L>
+impl<S, F, L> FetchRequest for FileRequest<'_, S, F, L>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,

@@ -40,8 +40,8 @@ use tokio::time::Instant;
 
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
-    Limits, Volume,
-    fetch::{FetchEngine, in_flight::Bill, read_object, retry::Question},
+    Volume, VolumeLimits,
+    fetch::{FetchEngine, in_flight::Bill, read_object, retry::FetchRequest},
     pool::Pool,
     recorded::{RECORDED_CHECKSUM_LEN, RecordedChecksums},
     volume::part,
@@ -66,7 +66,7 @@ pub struct VirtualArea<S, F, L = FileLog> {
     source: S,
     images: RwLock<Images<S, F>>,
     open_image: Arc<OpenImage<S, F>>,
-    limits: Limits,
+    limits: VolumeLimits,
     cpu: Pool,
     engine: FetchEngine,
     unmapped_reads: Counter,
@@ -82,7 +82,7 @@ struct Last {
 
 /// A look at an area's health, for `status`.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct AreaStatus {
+pub struct AreaHealth {
     /// Length in bytes.
     pub size: u64,
     /// Why the map cannot be used: then nothing that is mapped can be read.
@@ -115,14 +115,14 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> VirtualArea<S, F> {
     /// Opens the area of `size` bytes whose map lies in `folder`. The checksums of mapped files are
     /// opened by `open_checksums`; mapped images are found with `open_image` when they are first
     /// read. A map that cannot be used is no error here: it is one of each read
-    /// ([`AreaStatus::problem`]).
+    /// ([`AreaHealth::problem`]).
     pub fn open(
         folder: &Path,
         size: u64,
         source: S,
         open_image: OpenImage<S, F>,
         open_checksums: OpenChecksums<F>,
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         let folder = folder.to_owned();
         let name = folder.display().to_string();
@@ -149,7 +149,7 @@ where
         source: S,
         recorded: F,
         open_image: OpenImage<S, F>,
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         let mapped = MappedSlot::of(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) });
         Self::over(mapped, source, open_image, limits)
@@ -159,7 +159,7 @@ where
         mapped: MappedSlot<F, L>,
         source: S,
         open_image: OpenImage<S, F>,
-        limits: Limits,
+        limits: VolumeLimits,
     ) -> Arc<Self> {
         Arc::new(Self {
             mapped,
@@ -195,9 +195,9 @@ where
     }
 
     /// The area's health.
-    pub fn status(&self) -> AreaStatus {
+    pub fn status(&self) -> AreaHealth {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        AreaStatus {
+        AreaHealth {
             size: self.mapped.size(),
             problem: self.mapped.problem(),
             lost_reads: self.mapped.lost_reads(),
@@ -354,9 +354,9 @@ where
         }
         let range = source_range(offset, out.len() as u64)?;
         let deadline = self.engine.outage.deadline(Instant::now());
-        let mut question = Computed { source: &self.source, object, range };
+        let mut request = Computed { source: &self.source, object, range };
         let mut bill = Bill::to(counters);
-        out.copy_from_slice(&self.engine.ask(&mut question, deadline, bill.cost()).await?);
+        out.copy_from_slice(&self.engine.ask(&mut request, deadline, bill.cost()).await?);
         Ok(())
     }
 
@@ -380,14 +380,14 @@ where
     }
 }
 
-/// The question for computed bytes, which only their name vouches for.
+/// The request for computed bytes, which only their name vouches for.
 struct Computed<'a, S> {
     source: &'a S,
     object: &'a ObjectId,
     range: ByteRange,
 }
 
-impl<S: BlockSource> Question for Computed<'_, S> {
+impl<S: BlockSource> FetchRequest for Computed<'_, S> {
     type Answer = Bytes;
     type Verified = Bytes;
 

@@ -68,8 +68,8 @@ where
         let start = last.stored.end();
         for index in index + 1..self.map.chunk_count() {
             let chunk = self.map.chunk(index);
-            let beside = chunk.object == last.object && chunk.stored.start() == last.stored.end();
-            let Some(range) = ByteRange::new(start, chunk.stored.end()).filter(|_| beside) else {
+            let adjoins = chunk.object == last.object && chunk.stored.start() == last.stored.end();
+            let Some(range) = ByteRange::new(start, chunk.stored.end()).filter(|_| adjoins) else {
                 break;
             };
             // A source that unpacks may have to fetch much for little.

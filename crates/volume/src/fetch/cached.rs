@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Invariant: a map's checksums alone never make the cache forget a chunk, because an image with
-//! right digests and wrong checksums could empty the cache of all others (the simulator's bug
-//! `DoubtByTheMapAlone`). Hashing is bounded by the permits of fetches, one at a time a chunk, and for
+//! right digests and wrong checksums could empty the cache of all others (held by the
+//! simulator). Hashing is bounded by the permits of fetches, one at a time a chunk, and for
 //! an image with wrong checksums by a pause between two (`outage.rs`).
 
 use std::sync::Arc;

@@ -23,8 +23,8 @@ use super::{
     in_flight::{Cost, Fetched, InFlight},
     permits::{BackgroundPermit, Permits},
     read_object,
-    retry::Question,
-    shared_keys::{Claim, Turn},
+    retry::FetchRequest,
+    shared_keys::{Claim, FetchRight},
 };
 use crate::{Volume, verify::check_blocks};
 
@@ -121,7 +121,7 @@ where
         (claim, mut may_be_cached): (Option<Claim>, bool),
         deadline: Instant,
         cost: &mut Cost,
-    ) -> (Result<Pages>, Option<Turn>) {
+    ) -> (Result<Pages>, Option<FetchRight>) {
         let turn = match claim {
             Some(Ok(own)) => Some(own),
             Some(Err(other)) => {
@@ -165,7 +165,7 @@ where
         deadline: Instant,
         cost: &mut Cost,
     ) -> Result<Pages> {
-        let pages = self.engine.ask(&mut ChunkQuestion::new(self, index), deadline, cost).await?;
+        let pages = self.engine.ask(&mut ChunkRequest::new(self, index), deadline, cost).await?;
         cost.materialised_bytes += pages.bytes().len() as u64;
         Ok(pages)
     }
@@ -216,20 +216,20 @@ where
     }
 }
 
-/// The question for the stored bytes of a chunk.
-pub(super) struct ChunkQuestion<'a, S, F> {
+/// The request for the stored bytes of a chunk.
+pub(super) struct ChunkRequest<'a, S, F> {
     volume: &'a Volume<S, F>,
     index: u32,
     chunk: Chunk,
 }
 
-impl<'a, S: BlockSource + 'static, F: LocalFile + 'static> ChunkQuestion<'a, S, F> {
+impl<'a, S: BlockSource + 'static, F: LocalFile + 'static> ChunkRequest<'a, S, F> {
     pub(super) fn new(volume: &'a Volume<S, F>, index: u32) -> Self {
         Self { volume, index, chunk: volume.map.chunk(index) }
     }
 }
 
-impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestion<'_, S, F> {
+impl<S: BlockSource + 'static, F: LocalFile + 'static> FetchRequest for ChunkRequest<'_, S, F> {
     type Answer = Bytes;
     type Verified = Pages;
 

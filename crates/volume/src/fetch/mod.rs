@@ -17,7 +17,7 @@
 //!
 //! Invariants, and the tests that hold them:
 //! - At most one fetch of a key is in flight, and every waiter shares its result; a dropped reader
-//!   ends no fetch (`tests/interleavings.rs`, the simulator's bugs `TwoFetches`, `LostWaiter`).
+//!   ends no fetch (held by the simulator and `tests/interleavings.rs`).
 //! - Residency is asked once under the table's lock, so a chunk that has just been kept is not
 //!   fetched again (`tests/interleavings.rs`).
 //! - A reader waits until the deadline of [`outage::Outage`] at most, its wait for a permit
@@ -48,7 +48,7 @@ use self::{
     path::PathEstimate,
     permits::{BackgroundPermit, Permit, PermitPool, Permits},
 };
-use crate::{Budget, Limits};
+use crate::{Budget, VolumeLimits};
 
 /// The fetches of one key space.
 pub(crate) struct FetchEngine {
@@ -59,7 +59,7 @@ pub(crate) struct FetchEngine {
     pub(crate) path: PathEstimate,
     /// Counters of the fetches that no reader claims.
     pub(crate) unclaimed: Arc<Counters>,
-    limits: Limits,
+    limits: VolumeLimits,
 }
 
 /// Result of joining or starting the fetch of a key.
@@ -81,7 +81,7 @@ pub(crate) struct Begun {
 }
 
 impl FetchEngine {
-    pub(crate) fn new(limits: &Limits) -> Self {
+    pub(crate) fn new(limits: &VolumeLimits) -> Self {
         let shared = &limits.shared;
         Self {
             in_flight: InFlightTable::default(),
@@ -247,19 +247,19 @@ mod tests {
         Begun, FetchEngine, Joined,
         in_flight::{Cost, Fetched},
     };
-    use crate::{Limits, SharedPermits};
+    use crate::{SharedPermits, VolumeLimits};
 
     /// An engine with permits for `fetches` fetches, and the fetches that it has begun.
     struct Setup {
         engine: FetchEngine,
         begun: Mutex<Vec<Begun>>,
-        limits: Limits,
+        limits: VolumeLimits,
     }
 
     impl Setup {
         fn new(fetches: usize) -> Self {
             let shared = SharedPermits::new(fetches, fetches);
-            let limits = Limits { shared, ..Limits::default() };
+            let limits = VolumeLimits { shared, ..VolumeLimits::default() };
             Self { engine: FetchEngine::new(&limits), begun: Mutex::default(), limits }
         }
 

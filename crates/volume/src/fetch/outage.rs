@@ -23,7 +23,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::Instant;
 use tracing::{Value, field::display};
 
-use crate::Limits;
+use crate::VolumeLimits;
 
 /// Lines of the log in a [`LINES_WINDOW`]: a failure, its consequence, and its end.
 const LINES_MAX: u32 = 3;
@@ -51,7 +51,7 @@ pub(crate) struct Outage {
 }
 
 /// The number of lines that were left out before one, if there were any.
-type Untold = Option<u64>;
+type Suppressed = Option<u64>;
 
 /// Pause between hashes of chunks for an image with wrong checksums: 64 MB/s of chunks.
 const HASH_PAUSE: Duration = Duration::from_millis(4);
@@ -75,8 +75,8 @@ struct State {
 }
 
 impl Outage {
-    pub(crate) fn new(limits: &Limits) -> Self {
-        let Limits { deadline, given_up_for, .. } = *limits;
+    pub(crate) fn new(limits: &VolumeLimits) -> Self {
+        let VolumeLimits { deadline, given_up_for, .. } = *limits;
         let (image, state) = (Arc::clone(&limits.image), Mutex::default());
         Self { deadline, given_up_for, image, state }
     }
@@ -257,7 +257,7 @@ impl Outage {
 
 impl State {
     /// `None` if the limit of lines is reached; else the number of lines that it suppressed before.
-    fn line(&mut self) -> Option<Untold> {
+    fn line(&mut self) -> Option<Suppressed> {
         let now = Instant::now();
         if self.window.is_none_or(|begun| now >= begun + LINES_WINDOW) {
             (self.window, self.lines) = (Some(now), 0);
@@ -277,7 +277,7 @@ mod tests {
     use tokio::time::{Instant, sleep};
 
     use super::{GIVEN_UP_MAX, LINES_WINDOW, Outage};
-    use crate::Limits;
+    use crate::VolumeLimits;
 
     fn away() -> Error {
         Error::new(ErrorKind::Unavailable, "away")
@@ -286,7 +286,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_wrong_answer_is_an_event_and_those_without_a_line_are_counted_in_the_next() {
         let events = testkit::Events::gather();
-        let outage = Outage::new(&Limits::default());
+        let outage = Outage::new(&VolumeLimits::default());
         let wrong = Error::new(ErrorKind::Corrupt, "a wrong digest");
         (0..10).for_each(|_| outage.wrong(None, &wrong));
         outage.gave_up(None, None, &wrong, false);
@@ -304,7 +304,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_failed_try_is_an_event_with_its_object_and_range() {
         let events = testkit::Events::gather();
-        let outage = Outage::new(&Limits::default());
+        let outage = Outage::new(&VolumeLimits::default());
         let object = ObjectId::new("packs/a").unwrap();
         let asked = ByteRange::new(0, 4096).map(|range| (&object, range));
         (0..3).for_each(|_| outage.note(asked, &away()));
@@ -319,7 +319,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_deadline_moves_with_good_bytes_only() {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let outage = Outage::new(&limits);
         let arrived = Instant::now();
         sleep(limits.deadline / 2).await;
@@ -331,7 +331,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn give_ups_are_bounded_and_forgotten_with_good_bytes() {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let outage = Outage::new(&limits);
         for key in 0..2 * GIVEN_UP_MAX as u64 {
             outage.gave_up(Some(key), None, &away(), true);

@@ -1,14 +1,14 @@
-//! The retry policy, for every question to a source.
+//! The retry policy, for every request to a source.
 //!
 //! ```text
 //!   try ──► answer ──► verified ──► done
 //!    ▲        │          └── LocalIo: this host fails, given up at once
-//!    │        │          └── wrong:   asked once more (`Limits::refetches`), then given up
+//!    │        │          └── wrong:   asked once more (`VolumeLimits::refetches`), then given up
 //!    └────────┴── unavailable: again after 0.05, 0.1, … 2 s, until the deadline
 //! ```
 //!
-//! Invariant: a try ends after `Limits::try_timeout` and all of them at the deadline (the
-//! simulator's bug `NoTimeout`; `tests`).
+//! Invariant: a try ends after `VolumeLimits::try_timeout` and all of them at the deadline (held
+//! by the simulator and `tests`).
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{FetchEngine, in_flight::Cost};
-use crate::Limits;
+use crate::VolumeLimits;
 
-/// A question to a source, and how its answer is verified.
-pub(crate) trait Question: Send {
+/// A request to a source, and how its answer is verified.
+pub(crate) trait FetchRequest: Send {
     /// The source's answer: as many bytes as were asked for.
     type Answer: Send;
     /// The answer after its verification.
@@ -44,7 +44,7 @@ pub(crate) trait Question: Send {
         0
     }
 
-    /// True if the next answer shows whether the last one, which was found wrong, was. The question
+    /// True if the next answer shows whether the last one, which was found wrong, was. The request
     /// then reports it itself.
     fn is_disputed(&self) -> bool {
         false
@@ -61,34 +61,34 @@ pub(crate) trait Question: Send {
 }
 
 impl FetchEngine {
-    /// The verified answer to `question`, which is asked as often as the policy allows, until
+    /// The verified answer to `request`, which is asked as often as the policy allows, until
     /// `deadline`. Fetches, bytes and errors are added to `cost`.
-    pub(crate) async fn ask<Q: Question>(
+    pub(crate) async fn ask<Q: FetchRequest>(
         &self,
-        question: &mut Q,
+        request: &mut Q,
         deadline: Instant,
         cost: &mut Cost,
     ) -> Result<Q::Verified> {
         let mut tries = Tries::new(&self.limits, deadline);
         loop {
-            let (len, to_fetch) = (question.len_asked(), question.bytes_to_fetch());
-            let error = match self.once(len, to_fetch, deadline, question.ask(), cost).await {
-                Ok(answer) => match self.verify(question, answer, cost).await {
+            let (len, to_fetch) = (request.len_asked(), request.bytes_to_fetch());
+            let error = match self.once(len, to_fetch, deadline, request.ask(), cost).await {
+                Ok(answer) => match self.verify(request, answer, cost).await {
                     Ok(verified) => return Ok(verified),
                     Err(error) if error.kind() == ErrorKind::LocalIo => {
-                        self.outage.gave_up(question.key(), question.asked(), &error, false);
+                        self.outage.gave_up(request.key(), request.asked(), &error, false);
                         return Err(error);
                     }
                     Err(error) => error,
                 },
                 Err(error) => error,
             };
-            if error.kind() != ErrorKind::Corrupt || !question.is_disputed() {
-                self.outage.note(question.asked(), &error);
+            if error.kind() != ErrorKind::Corrupt || !request.is_disputed() {
+                self.outage.note(request.asked(), &error);
             }
-            let again = tries.after(error, question.name()).await;
+            let again = tries.after(error, request.name()).await;
             again.inspect_err(|error| {
-                let (key, asked) = (question.key(), question.asked());
+                let (key, asked) = (request.key(), request.asked());
                 self.outage.gave_up(key, asked, error, tries.timed_out);
             })?;
         }
@@ -125,13 +125,13 @@ impl FetchEngine {
     }
 
     /// Verifies an answer, and counts it.
-    pub(crate) async fn verify<Q: Question>(
+    pub(crate) async fn verify<Q: FetchRequest>(
         &self,
-        question: &mut Q,
+        request: &mut Q,
         answer: Q::Answer,
         cost: &mut Cost,
     ) -> Result<Q::Verified> {
-        let verified = question.verify(answer).await;
+        let verified = request.verify(answer).await;
         match &verified {
             Ok(_) => {
                 cost.fetches += 1;
@@ -139,8 +139,8 @@ impl FetchEngine {
             }
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 cost.source_corrupt_chunks += 1;
-                if !question.is_disputed() {
-                    self.outage.wrong(question.asked(), error);
+                if !request.is_disputed() {
+                    self.outage.wrong(request.asked(), error);
                 }
             }
             Err(_) => {}
@@ -149,7 +149,7 @@ impl FetchEngine {
     }
 }
 
-/// The tries of one question.
+/// The tries of one request.
 struct Tries {
     deadline: Instant,
     pause: Duration,
@@ -161,7 +161,7 @@ struct Tries {
 }
 
 impl Tries {
-    fn new(limits: &Limits, deadline: Instant) -> Self {
+    fn new(limits: &VolumeLimits, deadline: Instant) -> Self {
         Self {
             deadline,
             pause: limits.backoff_min,
@@ -203,8 +203,8 @@ mod tests {
     use burgeon_block::{Error, ErrorKind, Result};
     use tokio::time::Instant;
 
-    use super::{Cost, FetchEngine, Question};
-    use crate::Limits;
+    use super::{Cost, FetchEngine, FetchRequest};
+    use crate::VolumeLimits;
 
     /// End of a try.
     #[derive(Clone, Copy)]
@@ -216,9 +216,9 @@ mod tests {
     }
 
     /// A source that answers as told, and then always as told last.
-    struct Told(VecDeque<End>);
+    struct Scripted(VecDeque<End>);
 
-    impl Question for Told {
+    impl FetchRequest for Scripted {
         type Answer = End;
         type Verified = ();
 
@@ -252,12 +252,12 @@ mod tests {
     }
 
     async fn ask(ends: &[End]) -> (Result<()>, Cost, FetchEngine) {
-        let limits = Limits::default();
+        let limits = VolumeLimits::default();
         let engine = FetchEngine::new(&limits);
         let mut cost = Cost::default();
         let deadline = Instant::now() + limits.deadline;
-        let mut told = Told(ends.iter().copied().collect());
-        let answer = engine.ask(&mut told, deadline, &mut cost).await;
+        let mut source = Scripted(ends.iter().copied().collect());
+        let answer = engine.ask(&mut source, deadline, &mut cost).await;
         (answer, cost, engine)
     }
 
@@ -276,7 +276,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_source_that_is_away_is_asked_until_the_deadline() {
         for end in [End::Fails(ErrorKind::Unavailable), End::Silence] {
-            let (start, limits) = (Instant::now(), Limits::default());
+            let (start, limits) = (Instant::now(), VolumeLimits::default());
             let (answer, cost, engine) = ask(&[end]).await;
             assert_eq!(answer.unwrap_err().kind(), ErrorKind::Unavailable);
             assert!(start.elapsed() <= limits.deadline);

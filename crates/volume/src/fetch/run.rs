@@ -7,8 +7,7 @@
 //! ```
 //!
 //! Background work alone fetches runs. Invariant: every chunk of a run ends as any other fetch
-//! does, however the request for the run ends (the simulator's bugs `LoseFailedRun`,
-//! `SkipRunDigest`, `CutRunOneByteOff`).
+//! does, however the request for the run ends (held by the simulator).
 
 use std::sync::Arc;
 
@@ -19,7 +18,8 @@ use bytes::Bytes;
 use tokio::{sync::mpsc, time::Instant};
 
 use super::{
-    Begun, chunk::ChunkQuestion, in_flight::Cost, read_object, retry::Question, shared_keys::Turn,
+    Begun, chunk::ChunkRequest, in_flight::Cost, read_object, retry::FetchRequest,
+    shared_keys::FetchRight,
 };
 use crate::{Volume, background::prefetched::Purpose};
 
@@ -90,7 +90,7 @@ where
     async fn run_chunk(
         self: Arc<Self>,
         index: u32,
-        (begun, turn): (Begun, Option<Turn>),
+        (begun, turn): (Begun, Option<FetchRight>),
         purpose: Purpose,
         stored: Option<Bytes>,
     ) {
@@ -101,14 +101,14 @@ where
         };
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
-        let mut question = ChunkQuestion::new(&*self, index);
-        let result = match self.engine.verify(&mut question, stored, &mut cost).await {
+        let mut request = ChunkRequest::new(&*self, index);
+        let result = match self.engine.verify(&mut request, stored, &mut cost).await {
             Ok(pages) => {
                 cost.materialised_bytes = pages.bytes().len() as u64;
                 Ok(pages)
             }
             Err(error) => {
-                self.engine.outage.note(question.asked(), &error);
+                self.engine.outage.note(request.asked(), &error);
                 self.fetch(index, deadline, &mut cost).await
             }
         };

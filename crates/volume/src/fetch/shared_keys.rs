@@ -36,7 +36,7 @@ type Keys = HashMap<ChunkKey, watch::Receiver<()>>;
 pub struct SharedKeys(Arc<Mutex<Keys>>);
 
 /// The right to fetch a key's chunk alone, given back when dropped.
-pub(crate) struct Turn {
+pub(crate) struct FetchRight {
     keys: SharedKeys,
     key: ChunkKey,
     /// Wakes those that wait, when it goes.
@@ -44,7 +44,7 @@ pub(crate) struct Turn {
 }
 
 /// The result of asking for a key.
-pub(crate) type Claim = Result<Turn, Other>;
+pub(crate) type Claim = Result<FetchRight, Other>;
 
 /// The end of another image's fetch.
 pub(crate) struct Other(watch::Receiver<()>);
@@ -62,7 +62,7 @@ impl SharedKeys {
         }
         let (end, other) = watch::channel(());
         keys.insert(key, other);
-        Ok(Turn { keys: self.clone(), key, _end: end })
+        Ok(FetchRight { keys: self.clone(), key, _end: end })
     }
 }
 
@@ -72,7 +72,7 @@ impl fmt::Debug for SharedKeys {
     }
 }
 
-impl Drop for Turn {
+impl Drop for FetchRight {
     fn drop(&mut self) {
         self.keys.guard().remove(&self.key);
     }

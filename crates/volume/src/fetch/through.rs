@@ -15,8 +15,8 @@ use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::{chunk::unpack, in_flight::Bill, read_object, retry::Question};
-use crate::{Volume, verify::check_blocks, waits::Told};
+use super::{chunk::unpack, in_flight::Bill, read_object, retry::FetchRequest};
+use crate::{Volume, verify::check_blocks, waits::WaitRecord};
 
 impl<S, F> Volume<S, F>
 where
@@ -31,7 +31,7 @@ where
         buf: &mut [u8],
         arrived: Instant,
         counters: &Counters,
-        told: &Told,
+        record: &WaitRecord,
     ) -> Result<()> {
         let chunk = self.map.chunk(index);
         let stored = stored_piece(&chunk, piece);
@@ -46,14 +46,14 @@ where
         let object = self.map.object(chunk.object);
         let (range, whole) = (stored.unwrap_or(chunk.stored), stored.is_none());
         let (dispute, is_map_wrong) = (None, false);
-        let mut question =
+        let mut request =
             Piece { volume: self, index, piece, object, range, whole, buf, dispute, is_map_wrong };
         let mut bill = Bill::to(counters);
-        let result = self.engine.ask(&mut question, deadline, bill.cost()).await;
-        if question.is_map_wrong {
+        let result = self.engine.ask(&mut request, deadline, bill.cost()).await;
+        if request.is_map_wrong {
             bill.cost().acquit();
         }
-        told.fetched(bill.cost().failed_tries());
+        record.fetched(bill.cost().failed_tries());
         result
     }
 
@@ -76,7 +76,7 @@ fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
     ByteRange::at(start, piece.len())?.intersect(chunk.stored)
 }
 
-/// The question for a piece of a chunk, and the buffer for it.
+/// The request for a piece of a chunk, and the buffer for it.
 struct Piece<'a, S, F> {
     volume: &'a Volume<S, F>,
     index: u32,
@@ -136,7 +136,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Piece<'_, S, F> {
     }
 }
 
-impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S, F> {
+impl<S: BlockSource + 'static, F: LocalFile + 'static> FetchRequest for Piece<'_, S, F> {
     type Answer = Bytes;
     type Verified = ();
 

@@ -17,7 +17,7 @@ use burgeon_block::{
 use burgeon_btrfs::Tree;
 use burgeon_cache::{ChunkKey, Domain, KeyKind, testing::MemoryStore};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
-use burgeon_volume::{CacheAccess, ChecksumFile, Limits, RECORDED_CHECKSUM_LEN, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, RECORDED_CHECKSUM_LEN, Volume, VolumeLimits};
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
@@ -201,7 +201,7 @@ pub(crate) struct Setup {
     pub(crate) counters: Arc<Counters>,
 }
 
-pub(crate) fn setup_with(image: Image, limits: Limits) -> Setup {
+pub(crate) fn setup_with(image: Image, limits: VolumeLimits) -> Setup {
     let (dir, store) = (tempfile::tempdir().unwrap(), MemoryStore::new(CACHE_LEN));
     let source = Source::of(&image);
     let volume = open(&dir, &image, &source, public(&store), limits);
@@ -209,7 +209,7 @@ pub(crate) fn setup_with(image: Image, limits: Limits) -> Setup {
 }
 
 pub(crate) fn setup() -> Setup {
-    setup_with(image(1), Limits::default())
+    setup_with(image(1), VolumeLimits::default())
 }
 
 /// The cache, for images that are read without credentials.
@@ -222,7 +222,7 @@ pub(crate) fn open(
     image: &Image,
     source: &Source,
     cache: CacheAccess,
-    limits: Limits,
+    limits: VolumeLimits,
 ) -> Arc<TestVolume> {
     let map = Arc::clone(&image.map);
     if map.lacks_checksums() {

@@ -10,7 +10,7 @@
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
 //!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
 //!           ublk-queues: numbers of queues and depths
-//!   beside  this program ÷ another build of it (only if asked for: `make bench-static`)
+//!   builds  this program ÷ another build of it (only if asked for: `make bench-static`)
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
@@ -25,8 +25,8 @@
 //! However the outer process ends, the shell is killed with it, with that its namespaces end, and
 //! with those all processes, mounts and loop devices of the benchmark.
 
-mod beside;
 mod build;
+mod builds;
 mod burgeon;
 mod disk;
 mod machine;
@@ -71,9 +71,9 @@ pub(crate) struct Options {
     /// Numbers of files of the images that are mounted.
     #[arg(long, value_delimiter = ',', default_values_t = [1000, 100_000, 1_000_000])]
     files: Vec<u64>,
-    /// Another build of the program, for the part `beside`.
+    /// Another build of the program, for the part `builds`.
     #[arg(long)]
-    beside: Option<PathBuf>,
+    other: Option<PathBuf>,
     /// A folder on a disk, for the part `disk`.
     #[arg(long, default_value = "target/tmp")]
     disk: PathBuf,
@@ -124,14 +124,14 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "memory" => memory::measure(&bench, &mut table),
             "virtual" => virtual_area::measure(&bench, &mut table),
             "start" => start::measure(&bench, &mut table),
-            "beside" => beside::measure(&bench, &mut table),
+            "builds" => builds::measure(&bench, &mut table),
             "disk" => disk::measure(&bench, &mut table),
             "ublk" => ublk::measure(&bench, &mut table),
             "ublk-queues" => ublk::measure_queues(&bench, &mut table),
             other => {
                 anyhow::bail!(
                     "no part {other:?}: reads, mounts, build, memory, virtual, disk, start, \
-                     beside, ublk, ublk-queues"
+                     builds, ublk, ublk-queues"
                 )
             }
         };

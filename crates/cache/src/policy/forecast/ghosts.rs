@@ -1,4 +1,4 @@
-//! What was evicted or refused, by a tag of its key: four bytes each, in sets of eight.
+//! Evicted and refused chunks, by a tag of the key: four bytes each, in sets of eight.
 //!
 //! ```text
 //!   tag: 16 bits │ last use: 13 bits, in 4 ticks │ uses: 3 bits, 0 = empty

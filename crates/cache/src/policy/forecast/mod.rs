@@ -37,7 +37,7 @@ use self::{
     unread::Unread,
 };
 use super::{
-    Policy, Pressure,
+    ChunkPolicy, Pressure,
     rng::{Rng, mix},
 };
 use crate::Why;
@@ -281,7 +281,7 @@ impl Forecast {
     }
 }
 
-impl Policy for Forecast {
+impl ChunkPolicy for Forecast {
     /// A chunk that was read is admitted if it is worth more than the one that would go. Prefetched
     /// chunks only push out each other, and a fill pushes out nothing.
     fn admit(&mut self, key_hash: u64, bytes: u32, why: Why, pressure: Pressure) -> bool {

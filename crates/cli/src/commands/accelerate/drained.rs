@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::Ask, folder::Folder, offline};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder, offline};
 use burgeon_block::{Error, ErrorKind};
 use serde_json::json;
 
@@ -16,21 +16,21 @@ pub(super) fn flush(context: &Context, name: String) -> Result<ExitCode> {
     let folder = find(context, &name)?;
     let mut before = None;
     loop {
-        let question = Ask::WriteBack { name: name.clone(), before, ends: false };
+        let question = ControlRequest::WriteBack { name: name.clone(), before, ends: false };
         let done = folder.ask_server(&question)?;
         before = done["before"].as_u64();
         if done["dirty_bytes"].as_u64() == Some(0) {
             break;
         }
     }
-    let done = folder.ask_server(&Ask::Flush { name })?;
+    let done = folder.ask_server(&ControlRequest::Flush { name })?;
     tell(context, &done, |done| println!("{} is durable", text(&done["name"])))
 }
 
 /// The same for a device that is not attached.
 pub(super) fn flush_offline(context: &Context, name: &str) -> Result<ExitCode> {
-    let caches = Folder::all(context.state.root());
-    let has_dirty = |folder: &&Folder| folder.dirty().iter().any(|(dirty, _)| dirty == name);
+    let caches = CacheFolder::all(context.state.root());
+    let has_dirty = |folder: &&CacheFolder| folder.dirty().iter().any(|(dirty, _)| dirty == name);
     let folder = caches.iter().find(has_dirty).ok_or_else(|| {
         let what = format!("no cache has dirty blocks of a device {name} that is not attached");
         Error::new(ErrorKind::NotFound, what)
@@ -43,7 +43,7 @@ pub(super) fn flush_offline(context: &Context, name: &str) -> Result<ExitCode> {
 
 pub(super) fn detach(context: &Context, name: String, leave_dirty: bool) -> Result<ExitCode> {
     let folder = find(context, &name)?;
-    let question = Ask::Detach { name: name.clone(), leave_dirty };
+    let question = ControlRequest::Detach { name: name.clone(), leave_dirty };
     let mut done = folder.ask_supervisor(&question)?;
     // A supervisor of an earlier version, which has no dirty blocks, does not say it.
     while done["is_detached"] == false {

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use burgeon_block::{Error, ErrorKind};
 use serde_json::Value;
 
@@ -27,10 +27,10 @@ pub(super) fn tell(
 }
 
 /// The cache with an attached device `name`.
-pub(super) fn find(context: &Context, name: &str) -> Result<Folder, Error> {
+pub(super) fn find(context: &Context, name: &str) -> Result<CacheFolder, Error> {
     let mut silent = None;
-    for folder in Folder::all(context.state.root()) {
-        match folder.ask_server(&Ask::Status) {
+    for folder in CacheFolder::all(context.state.root()) {
+        match folder.ask_server(&ControlRequest::Status) {
             Ok(status) => {
                 let mut devices = status["devices"].as_array().into_iter().flatten();
                 if devices.any(|device| text(&device["name"]) == name) {

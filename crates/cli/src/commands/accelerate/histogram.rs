@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::{Value, json};
 
 use super::{
@@ -32,9 +32,9 @@ pub(super) fn histogram(context: &Context, name: Option<&str>) -> Result<ExitCod
     let caches = documents(context)?;
     let mut devices = Vec::new();
     for (cache, device) in chosen(context, &caches, name)? {
-        let folder = Folder::of(context.state.root(), text(&cache["name"]))?;
+        let folder = CacheFolder::of(context.state.root(), text(&cache["name"]))?;
         let name = text(&device["name"]).to_owned();
-        devices.push(folder.ask_server(&Ask::Histogram { name })?);
+        devices.push(folder.ask_server(&ControlRequest::Histogram { name })?);
     }
     tell(context, &json!({ "devices": devices }), |_| {
         for device in &devices {

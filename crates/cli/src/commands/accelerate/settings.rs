@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use burgeon_accelerator::{
-    control::{Ask, Set},
-    folder::Folder,
+    control::{ControlRequest, Set},
+    folder::CacheFolder,
 };
 use burgeon_block::ErrorKind;
 
@@ -23,13 +23,13 @@ pub(super) fn parse_cutoff(text: &str) -> Result<u64, String> {
 fn parse_percent(text: &str) -> Result<u8, String> {
     match text.strip_suffix('%').unwrap_or(text).parse() {
         Ok(percent @ 0..=100) => Ok(percent),
-        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+        _ => Err(format!("{text:?} is not a share: use 0% to 100%")),
     }
 }
 
 fn parse_seconds(text: &str) -> Result<u64, String> {
     let seconds = text.strip_suffix('s').unwrap_or(text).parse();
-    seconds.map_err(|_| format!("{text:?} is no time: use seconds, such as 30"))
+    seconds.map_err(|_| format!("{text:?} is not a time: use seconds, such as 30"))
 }
 
 /// Bytes a second, or `auto`.
@@ -70,7 +70,7 @@ pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Resul
     let former = set.mode.as_ref().and_then(|_| mode_of(&folder, &set.name));
     let former =
         former.map(|mode| Set { name: set.name.clone(), mode: Some(mode), ..Set::default() });
-    let set = Ask::Set(set);
+    let set = ControlRequest::Set(set);
     // First the supervisor: a server that starts in between has the settings of it.
     match folder.ask_supervisor(&set) {
         // A server without a supervisor has no successor.
@@ -79,14 +79,16 @@ pub(super) fn set(context: &Context, name: String, settings: &[String]) -> Resul
     }
     let done = folder.ask_server(&set).inspect_err(|_| {
         // The servers to come must not have a mode that this one has refused.
-        former.into_iter().for_each(|former| drop(folder.ask_supervisor(&Ask::Set(former))));
+        former
+            .into_iter()
+            .for_each(|former| drop(folder.ask_supervisor(&ControlRequest::Set(former))));
     })?;
     tell(context, &done, |_| ())
 }
 
 /// The mode in which the device is served.
-fn mode_of(folder: &Folder, name: &str) -> Option<String> {
-    let status = folder.ask_server(&Ask::Status).ok()?;
+fn mode_of(folder: &CacheFolder, name: &str) -> Option<String> {
+    let status = folder.ask_server(&ControlRequest::Status).ok()?;
     let device = status["devices"].as_array()?.iter().find(|device| text(&device["name"]) == name);
     device.and_then(|device| device["mode"].as_str()).map(str::to_owned)
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_accelerator::{control::Ask, folder::Folder};
+use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::doctor::{Finding, Level};
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use crate::{commands::Context, output::bytes};
 
 /// Slow devices that the cache may have newer content of, and that are not attached: names and
 /// places.
-fn absent(folder: &Folder, document: &Value) -> Vec<(String, String)> {
+fn absent(folder: &CacheFolder, document: &Value) -> Vec<(String, String)> {
     let attached: Vec<&str> =
         document["devices"].as_array().into_iter().flatten().map(|d| text(&d["name"])).collect();
     let dirty = folder.dirty().into_iter().filter(|(name, _)| !attached.contains(&name.as_str()));
@@ -50,9 +50,11 @@ fn dirt(device: &Value) -> String {
 /// Problems of the caches of this host.
 pub(crate) fn findings(context: &Context) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for folder in Folder::all(context.state.root()).into_iter().filter(|f| !f.dirty().is_empty()) {
+    for folder in
+        CacheFolder::all(context.state.root()).into_iter().filter(|f| !f.dirty().is_empty())
+    {
         // Of a server that does not answer, all devices count as attached.
-        let document = match folder.ask_server(&Ask::Status) {
+        let document = match folder.ask_server(&ControlRequest::Status) {
             Ok(document) => document,
             Err(error) if error.kind() == ErrorKind::NotFound => Value::Null,
             Err(_) => continue,
@@ -79,8 +81,8 @@ pub(crate) fn findings(context: &Context) -> Vec<Finding> {
 /// A document for each cache.
 pub(super) fn documents(context: &Context) -> Result<Vec<Value>> {
     let mut caches = Vec::new();
-    for folder in Folder::all(context.state.root()) {
-        let mut document = match folder.ask_server(&Ask::Status) {
+    for folder in CacheFolder::all(context.state.root()) {
+        let mut document = match folder.ask_server(&ControlRequest::Status) {
             Ok(document) => document,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 json!({ "cache": folder.cache()?, "state": "idle", "devices": [] })

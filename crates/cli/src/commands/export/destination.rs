@@ -109,7 +109,7 @@ impl Destination {
             }
             Ok(_) => {
                 let what = format!(
-                    "cannot write {shown}: it is no regular file; redirect standard output to it: \
+                    "cannot write {shown}: it is not a regular file; redirect standard output to it: \
                      burgeon export … > {shown}"
                 );
                 Err(Error::new(ErrorKind::Invalid, what).into())

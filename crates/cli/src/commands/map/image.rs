@@ -16,7 +16,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_daemon::{honoured, protocol::MapContent};
-use burgeon_image::{Body, DATA_START, Limits, Manifest, catalog};
+use burgeon_image::{DATA_START, InodeBody, Manifest, ManifestLimits, catalog};
 use rustix::fs::{FileType, makedev};
 
 use super::{
@@ -54,7 +54,7 @@ impl Named {
                 Ok(record) => {
                     let path = shown[end..].trim_start_matches(':').trim_matches('/').into();
                     let digest = record.digest()?;
-                    let manifest = catalog::load(&store, &digest, &Limits::default())?;
+                    let manifest = catalog::load(&store, &digest, &ManifestLimits::default())?;
                     return Ok(Self { digest, manifest, path, shown });
                 }
                 // No such image, or not a valid name.
@@ -187,7 +187,9 @@ fn entries(
             }
             FileType::RegularFile => Kind::File(inode.size),
             FileType::Symlink => match inode.body {
-                Body::Inline(target) => Kind::Symlink(OsStr::from_bytes(tree.bytes(target)).into()),
+                InodeBody::Inline(target) => {
+                    Kind::Symlink(OsStr::from_bytes(tree.bytes(target)).into())
+                }
                 _ => unreachable!("a manifest that was decoded has symlinks with targets"),
             },
             _ => Kind::Node(makedev((inode.rdev >> 20) as u32, (inode.rdev & 0xf_ffff) as u32)),
@@ -226,7 +228,7 @@ impl Origin for Image {
     fn fill(&self, entry: &TreeEntry, file: &File) -> Result<()> {
         let (tree, inode) = (&self.manifest.tree, self.inode(entry));
         let mut end = 0;
-        if let Body::Inline(bytes) = inode.body {
+        if let InodeBody::Inline(bytes) = inode.body {
             file.write_all_at(tree.bytes(bytes), 0).map_err(cannot_make(&entry.path))?;
             end = inode.size;
         }

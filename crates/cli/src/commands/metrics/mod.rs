@@ -26,7 +26,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::status_socket;
-use burgeon_metrics::{Disks, Snapshot};
+use burgeon_metrics::{Disks, MetricsSnapshot};
 
 use crate::{
     config::Config,
@@ -152,7 +152,7 @@ impl Source {
     }
 
     /// `None` if no daemon runs, which starts with the first mount.
-    fn ask(&self) -> Result<Option<Snapshot>, Error> {
+    fn ask(&self) -> Result<Option<MetricsSnapshot>, Error> {
         match status_socket::ask(&self.socket) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             other => other.map(Some),

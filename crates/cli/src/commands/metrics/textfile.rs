@@ -44,7 +44,7 @@ pub(crate) fn publish_and(
     let kind = fs::symlink_metadata(path).map(|found| found.file_type());
     if kind.is_ok_and(|kind| !kind.is_file() && !kind.is_symlink()) {
         let what =
-            format!("cannot write {}: it is no regular file, and not replaced", path.display());
+            format!("cannot write {}: it is not a regular file, and not replaced", path.display());
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     // node_exporter reads names that end in .prom.
@@ -110,7 +110,7 @@ mod tests {
         let path = folder.path().join("socket");
         let _listener = UnixListener::bind(&path).unwrap();
         let refused = publish(&path, b"one", 0o644).unwrap_err();
-        assert!(refused.to_string().contains("no regular file"), "{refused}");
+        assert!(refused.to_string().contains("not a regular file"), "{refused}");
         assert!(fs::metadata(&path).unwrap().file_type().is_socket());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }

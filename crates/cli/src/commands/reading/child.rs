@@ -5,7 +5,7 @@ use std::{ffi::OsString, fs::File, process::ExitCode};
 use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
 use burgeon_daemon::{ReaderParent, StateDir, read_process};
 use burgeon_image::{
-    builder::{self, BuildOptions, Report},
+    builder::{self, BuildOptions, BuildReport},
     catalog::{self, Copied, ImageRecord},
 };
 use burgeon_oci::{Found, ImageForm, Pull, ReadLayers, Source, Unpacked, Work};
@@ -131,7 +131,7 @@ fn make(
     Ok(Made { done, noted, read: Vec::new() })
 }
 
-/// What the tasks of a child have in common.
+/// The state that the tasks of a child share.
 struct Child<'a> {
     context: Context,
     store: Store,
@@ -191,7 +191,11 @@ impl Child<'_> {
     }
 
     /// Builds the image `name` of an open archive, and shows the progress.
-    fn build_archive(&self, (archive, len): (File, Option<u64>), name: &str) -> Result<Report> {
+    fn build_archive(
+        &self,
+        (archive, len): (File, Option<u64>),
+        name: &str,
+    ) -> Result<BuildReport> {
         let progress = Progress::new(format!("building {name}"));
         let stored = StepByStep::new(self.make_room);
         let show = |now: &builder::Progress| {

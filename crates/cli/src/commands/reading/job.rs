@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use burgeon_block::{Error, ErrorKind};
 use burgeon_image::{
-    builder::Report,
+    builder::BuildReport,
     catalog::{Copied, ImageProvenance, ImageRecord},
 };
 use burgeon_oci::{FoundImage, ImageForm, Indexed, Pull, Unpacked};
@@ -114,7 +114,7 @@ pub(super) enum Done {
     Documents(String, Vec<String>),
     Copied(Copied),
     Indexed(Indexed),
-    Built(Box<Report>),
+    Built(Box<BuildReport>),
     Unpacked,
     Written,
     /// A layer unpacks to another digest than the image states, as `read` tells; the error.

@@ -20,7 +20,7 @@ use std::{
 use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
 use burgeon_daemon::{Reach, read_elsewhere};
 use burgeon_image::{
-    builder::{BuildOptions, Report},
+    builder::{BuildOptions, BuildReport},
     catalog::{Copied, ImageProvenance, ImageRecord},
 };
 use burgeon_oci::{ImageForm, Indexed, OciImage, Pull, Source, Tags, Unpacked};
@@ -97,7 +97,7 @@ pub(super) fn build(
     text: &str,
     name: &str,
     options: &BuildOptions,
-) -> Result<(Report, Duration)> {
+) -> Result<(BuildReport, Duration)> {
     let source = Source::parse(text).unwrap_or_else(|| Err(something_else()))?;
     let task = Task::Build { text: text.to_owned(), name: name.to_owned() };
     build_by(context, Some(&source), name, options, task, None)
@@ -109,7 +109,7 @@ pub(super) fn build_archive(
     (archive, path, len): (impl AsFd, Option<&Path>, Option<u64>),
     name: &str,
     options: &BuildOptions,
-) -> Result<(Report, Duration)> {
+) -> Result<(BuildReport, Duration)> {
     let path = path.map(Path::to_owned);
     let task = Task::BuildArchive { path, len, name: name.to_owned() };
     build_by(context, None, name, options, task, Some(&archive))
@@ -122,13 +122,13 @@ fn build_by(
     options: &BuildOptions,
     task: Task,
     archive: Option<&dyn AsFd>,
-) -> Result<(Report, Duration)> {
+) -> Result<(BuildReport, Duration)> {
     let begun = Instant::now();
     let made = have_done(context, source, options, task, archive)?;
     let Done::Built(report) = made.done else { return Err(something_else()) };
     remember(context, source, &report.image, made.noted, Some(name))?;
     // The files are not this host's own.
-    Ok((Report { honours: None, ..*report }, begun.elapsed()))
+    Ok((BuildReport { honours: None, ..*report }, begun.elapsed()))
 }
 
 fn have_done(

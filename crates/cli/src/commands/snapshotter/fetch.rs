@@ -258,7 +258,7 @@ impl Containerd<'_> {
     fn manifest(&self, digest: &str) -> burgeon_block::Result<Manifest> {
         let said = self.output(&["content", "get", digest], DOCUMENT_MAX)?;
         serde_json::from_slice(&said).map_err(|e| {
-            Error::with_source(ErrorKind::Corrupt, format!("{digest} is no manifest"), e)
+            Error::with_source(ErrorKind::Corrupt, format!("{digest} is not a manifest"), e)
         })
     }
 

@@ -41,7 +41,7 @@ use crate::{config::Config, global};
 
 /// The longest mount of a chain: the tables of contents of all its layers are fetched.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
-/// How often a command is looked at.
+/// Interval between two looks at a command.
 const LOOK: Duration = Duration::from_millis(10);
 /// Most bytes of a command's error that are passed on.
 const SAID_MAX: u64 = 4096;

@@ -79,7 +79,7 @@ pub(crate) struct Snapshots {
 enum SnapshotsCommand {
     /// Show the snapshots
     Status,
-    /// Read all layers of remote images, and compare them with what the images state
+    /// Read all layers of remote images, and compare them with the diff IDs that the images state
     Verify,
     /// Fetch the layers of an image that containerd's content store lacks, so that it can be pushed
     Fetch(fetch::Fetch),
@@ -135,7 +135,7 @@ fn default_hosts(context: &Context) -> Option<&'static Path> {
 }
 
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
-    log::begin(log::Process::Daemon);
+    log::begin(log::LogOwner::Daemon);
     // Its memory holds credentials of registries.
     burgeon_daemon::forbid_core_dumps();
     // Measuring a tree takes a descriptor for each folder that it is in.

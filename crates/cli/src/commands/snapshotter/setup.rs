@@ -130,11 +130,12 @@ fn version_of(word: &str) -> Option<Version> {
 fn plain(path: &Path) -> Result<&str> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
     let plain = path.to_str().filter(|path| path.starts_with('/') && path.chars().all(is_plain));
-    let what = || format!("{} is no absolute path of letters, digits and /._-+@", path.display());
+    let what =
+        || format!("{} is not an absolute path of letters, digits and /._-+@", path.display());
     plain.ok_or_else(|| Usage(what()).into())
 }
 
-/// Whether `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
+/// True if `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
 /// at all. containerd 1.x merges no section of a plugin with an imported one.
 fn own_cri(prefix: &Path) -> Option<bool> {
     let config = prefix.join(CONFIG);

@@ -51,7 +51,8 @@ pub(super) fn verify(context: &Context, root: &Path) -> Result<ExitCode> {
 /// Reads the layers of an image, unless all of them were read before, and none is to be compared
 /// with its table of contents.
 fn verify_one(context: &Context, text: &str, by_tocs: bool) -> burgeon_block::Result<DiffIdCheck> {
-    let invalid = || Error::new(ErrorKind::Invalid, format!("{text} is no image by its digest"));
+    let invalid =
+        || Error::new(ErrorKind::Invalid, format!("{text} is not an image by its digest"));
     let source = Source::parse(text).ok_or_else(invalid)??;
     let digest = source.pinned().ok_or_else(invalid)?;
     if context.documents().image(digest).is_none() {

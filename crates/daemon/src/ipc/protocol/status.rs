@@ -10,7 +10,7 @@ use crate::id::{Fsid, MountId};
 
 /// The status of the daemon and its mounts.
 #[derive(Serialize, Deserialize, Debug)]
-pub struct Status {
+pub struct DaemonStatus {
     /// Burgeon's version.
     pub version: String,
     /// The supervisor's process id.
@@ -319,7 +319,7 @@ pub struct ReadStatus {
 
 /// A read that had to wait.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
-pub struct Wait {
+pub struct WaitStatus {
     /// Its number in the mount; a new server begins with 1.
     pub number: u64,
     /// Its end, in microseconds since 1970.

@@ -27,8 +27,8 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Digest, Error, ErrorKind, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, SUBVOLUME, SeedInfo,
-    SeedOptions, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
+    DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, InodeBody, NodeSink, SUBVOLUME,
+    SeedInfo, SeedOptions, Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
 };
 use burgeon_frontend::{
     LoopDevice, LoopOptions,
@@ -81,7 +81,7 @@ fn thaw_leftovers(beginning: &str) {
         let root = Btrfs::mount(&device, SUBVOLUME, MountAccess::Writable)
             .and_then(|mounted| mounted.open_root());
         if let Ok(root) = root {
-            thaw_at(&root);
+            thaw_at(&root, &device);
         }
     }
 }
@@ -194,7 +194,7 @@ impl NodeSink for Nodes {
 fn describe(nodes: &Nodes) -> Result<SeedInfo> {
     let mut tree = Tree::default();
     tree.inodes.push(Inode { mode: 0o040_755, ..Inode::default() });
-    let body = Body::Extents { first: 0, count: 1 };
+    let body = InodeBody::Extents { first: 0, count: 1 };
     let file = Inode { mode: 0o100_644, size: BLOCK_SIZE, body, ..Inode::default() };
     tree.inodes.push(file);
     tree.extents.push(FileExtent { file_offset: 0, address: DATA_START, len: BLOCK_SIZE });

@@ -3,7 +3,7 @@
 use std::{cell::RefCell, fs};
 
 use burgeon_block::{Digest, ErrorKind};
-use burgeon_image::{Limits, Wanted, builder, catalog};
+use burgeon_image::{ManifestLimits, Wanted, builder, catalog};
 use burgeon_source::{Directory, Location};
 
 use super::{Plan, image_of};
@@ -49,8 +49,16 @@ impl Prepared {
         let folder = self.state.image(&digest);
         fs::create_dir_all(&folder).unwrap();
         let wanted = Wanted::default();
-        burgeon_image::prepare(&store, &digest, &folder, wanted, &Limits::default(), drop, || ())
-            .unwrap();
+        burgeon_image::prepare(
+            &store,
+            &digest,
+            &folder,
+            wanted,
+            &ManifestLimits::default(),
+            drop,
+            || (),
+        )
+        .unwrap();
         let ready = Ready::now(&self.store, &folder);
         files::publish_json(&folder.join("ready.json"), &ready).unwrap();
         digest

@@ -23,7 +23,7 @@ fn make_files(supervised: &Supervised, id: MountId) {
 }
 
 #[test]
-fn what_the_kernel_has_closed_is_cleaned_up_and_its_waiters_are_told() {
+fn a_mount_that_the_kernel_has_closed_is_cleaned_up_and_its_waiters_are_told() {
     let supervised = Supervised::new();
     let (state, supervisor) = (supervised.state(), &supervised.supervisor);
     let writes = WritesState::Sprout(SproutState {

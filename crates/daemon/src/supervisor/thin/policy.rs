@@ -69,7 +69,7 @@ impl Usage {
 #[derive(Default)]
 pub(super) struct Host {
     /// Bytes dirtied since the host's start, as of the last look at the sprouts.
-    seen: Option<u64>,
+    last: Option<u64>,
 }
 
 impl Host {
@@ -79,11 +79,11 @@ impl Host {
     }
 
     fn see(&mut self, now: Option<u64>) -> bool {
-        let since = now.zip(self.seen).map(|(now, seen)| now.wrapping_sub(seen));
+        let since = now.zip(self.last).map(|(now, last)| now.wrapping_sub(last));
         // An unknown amount counts as enough.
         let moved = since.is_none_or(|bytes| bytes >= DIRTIED_MAX);
         if moved {
-            self.seen = now;
+            self.last = now;
         }
         moved
     }

@@ -14,9 +14,11 @@ use std::{fs::File, sync::atomic::AtomicUsize};
 
 use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Digest, ObjectId};
 use burgeon_btrfs::Tree;
-use burgeon_cache::{Amount, Cache, Domain, Owner, Settings, disk::Folder, policy::Clock};
+use burgeon_cache::{
+    Amount, Cache, CacheSettings, ChunkOwner, Domain, disk::DiskFolder, policy::Clock,
+};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, DATA_START, Manifest};
-use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Volume, VolumeLimits};
 use bytes::Bytes;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -102,14 +104,14 @@ fn a_queue_answers_hits_from_the_cache() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let map = Arc::new(AddressMap::from_manifest(&manifest(&content)).unwrap());
     // Without a thread of its own.
-    let disk = Arc::new(Folder::new(folder.path()).unwrap());
-    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let disk = Arc::new(DiskFolder::new(folder.path()).unwrap());
+    let settings = CacheSettings { keep_free: Amount::Bytes(0), ..CacheSettings::default() };
     let cache = Arc::new(Cache::over(disk, settings, Box::<Clock>::default()));
     // As a server has it.
-    let owner = Owner { image: "image".to_owned(), store: "store".to_owned() };
+    let owner = ChunkOwner { image: "image".to_owned(), store: "store".to_owned() };
     let access = CacheAccess { store: cache.for_owner(&owner), domain: Domain::PUBLIC };
     let pack = Pack(content.clone().into());
-    let volume = Volume::<_, ChecksumFile>::new(map, pack, access, Limits::default());
+    let volume = Volume::<_, ChecksumFile>::new(map, pack, access, VolumeLimits::default());
     let filled = runtime.block_on(async { volume.fill().ended().await });
     assert_eq!(filled.done_bytes, content.len() as u64);
     let counters = Arc::default();

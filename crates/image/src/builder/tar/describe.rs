@@ -24,7 +24,7 @@ use burgeon_block::{
 
 use super::{
     super::{
-        BuildOptions, Report,
+        BuildOptions, BuildReport,
         assemble::{Assembled, Assembler, Extent, Origin, Placed},
         check_options, manifest_of,
         meter::Meter,
@@ -129,7 +129,7 @@ pub fn describe_layers(
     layers: Vec<Description>,
     options: &BuildOptions,
     object: OnDescribed<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     check_options(name, options)?;
     pool(options)?.install(|| {
         let _lease = store.begin_write()?;
@@ -158,7 +158,7 @@ pub fn describe_layers(
         }
         let manifest = manifest_of(&nodes, assembled)?;
         let image = publish(store, name, &manifest, options)?;
-        Ok(Report { acls_left_out, ..Report::of(image) })
+        Ok(BuildReport { acls_left_out, ..BuildReport::of(image) })
     })
 }
 

@@ -22,7 +22,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, MemoryMeter, ObjectStore, Resu
 
 use super::{
     super::{
-        BuildOptions, OnProgress, Progress, Report, assemble::Assembler, check_options,
+        BuildOptions, BuildReport, OnProgress, Progress, assemble::Assembler, check_options,
         manifest_of, meter::Meter, pool, publish, reuse::Known, writing,
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
@@ -234,7 +234,7 @@ pub fn from_layers(
     layers: Vec<Layer>,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     check_options(name, options)?;
     pool(options)?.install(|| {
         writing(store, |scratch, added| {
@@ -280,7 +280,12 @@ pub fn from_layers(
             let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
             let manifest = manifest_of(&nodes, assembled)?;
             let image = publish(store, name, &manifest, options)?;
-            Ok(Report { new_bytes, reused_bytes, acls_left_out: text_acls, ..Report::of(image) })
+            Ok(BuildReport {
+                new_bytes,
+                reused_bytes,
+                acls_left_out: text_acls,
+                ..BuildReport::of(image)
+            })
         })
     })
 }

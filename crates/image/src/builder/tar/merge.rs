@@ -98,7 +98,7 @@ impl Merge {
         let Some((name, parents)) = path.split_last() else {
             let node = node_of(entry)?;
             if entry.kind == b'1' || !node.is_dir() {
-                return Err(corrupt("the layer replaces / by something that is no directory"));
+                return Err(corrupt("the layer replaces / by something that is not a directory"));
             }
             self.nodes[0] = node;
             return Ok(());
@@ -134,7 +134,7 @@ impl Merge {
     fn link_target(&mut self, entry: &TarEntry) -> Result<u32> {
         let wrong = || {
             corrupt(format!(
-                "{} in the layer is a hard link to {}, which is no file of it or of a layer below",
+                "{} in the layer is a hard link to {}, which is not a file of it or of a layer below",
                 show(&entry.path),
                 show(&entry.link)
             ))
@@ -171,7 +171,7 @@ impl Merge {
         };
         let not_there = || {
             corrupt(format!(
-                "{} in the layer lies below something that is no directory",
+                "{} in the layer lies below something that is not a directory",
                 show(shown)
             ))
         };

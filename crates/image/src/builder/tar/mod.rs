@@ -45,7 +45,7 @@ use self::{
     tree::ArchiveTree,
 };
 use super::{
-    BuildOptions, OnProgress, Progress, Report,
+    BuildOptions, BuildReport, OnProgress, Progress,
     assemble::{Assembler, Input, Origin, Piece, Wave},
     check_options, manifest_of,
     meter::Meter,
@@ -77,7 +77,7 @@ pub fn from_tar(
     len: Option<u64>,
     options: &BuildOptions,
     progress: OnProgress<'_>,
-) -> Result<Report> {
+) -> Result<BuildReport> {
     check_options(name, options)?;
     pool(options)?.install(|| {
         writing(store, |scratch, added| {
@@ -110,7 +110,7 @@ pub fn from_tar(
             let acls_left_out = input.archives.tree.text_acls;
             let manifest = manifest_of(&input.archives.tree.into_nodes(), assembled)?;
             let image = publish(store, name, &manifest, options)?;
-            Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
+            Ok(BuildReport { new_bytes, reused_bytes, acls_left_out, ..BuildReport::of(image) })
         })
     })
 }

@@ -148,7 +148,9 @@ impl<R: Read> Reader<R> {
                     self.sparse(&records, old_map, &mut entry)?;
                     if entry.size > FILE_MAX {
                         let (path, size) = (show(&entry.path), entry.size);
-                        return Err(corrupt(format!("{path} in the archive has {size} bytes")));
+                        return Err(corrupt(format!(
+                            "{path} in the archive has {size} bytes, above the limit of {FILE_MAX}"
+                        )));
                     }
                     return Ok(Some(entry));
                 }
@@ -216,7 +218,7 @@ impl<R: Read> Reader<R> {
             return Err(no_tar(what));
         }
         if len < BLOCK || header.0 != [0; BLOCK] && !header.is_sealed() {
-            return Err(no_tar("its first 512 bytes are no header with a valid checksum"));
+            return Err(no_tar("its first 512 bytes are not a header with a valid checksum"));
         }
         self.begun = true;
         Ok(())
@@ -225,7 +227,9 @@ impl<R: Read> Reader<R> {
     /// The data of a header that describes the next one.
     fn meta(&mut self, len: u64, len_max: u64) -> Result<Vec<u8>> {
         if len > len_max {
-            return Err(corrupt(format!("the archive has a header of {len} bytes")));
+            return Err(corrupt(format!(
+                "the archive has a header of {len} bytes, above the limit of {len_max}"
+            )));
         }
         let mut bytes = vec![0; len as usize];
         self.fill(&mut bytes)?;

@@ -49,7 +49,7 @@ impl<'a> ArchiveTree<'a> {
     fn add_link(&mut self, entry: &TarEntry, path: &[&[u8]]) -> Result<()> {
         let wrong = || {
             corrupt(format!(
-                "{} in the archive is a hard link to {}, which is no earlier file of it",
+                "{} in the archive is a hard link to {}, which is not an earlier file of it",
                 show(&entry.path),
                 show(&entry.link)
             ))
@@ -108,7 +108,7 @@ impl<'a> ArchiveTree<'a> {
         };
         let not_there = || {
             corrupt(format!(
-                "{} in the archive lies below something that is no directory",
+                "{} in the archive lies below something that is not a directory",
                 show(shown)
             ))
         };
@@ -195,7 +195,7 @@ pub(super) fn node_of(entry: &TarEntry) -> Result<Node> {
 }
 
 pub(super) fn unsafe_name(path: &[u8]) -> Error {
-    let what = "is no safe name: absolute, with `..`, empty, or longer than 255 bytes a part";
+    let what = "is not a safe name: absolute, with `..`, empty, or longer than 255 bytes a part";
     corrupt(format!("{} in the archive {what}", show(path)))
 }
 
@@ -206,9 +206,10 @@ fn replaces_directory(path: &[u8]) -> Error {
 /// The components of a path that is safe and valid in Linux.
 pub(super) fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
     if path.len() > PATH_MAX {
-        let what =
-            format!("a name of {} bytes is in the archive: Linux has {PATH_MAX}", path.len());
-        return Err(corrupt(what));
+        let len = path.len();
+        return Err(corrupt(format!(
+            "a path in the archive has {len} bytes, above the limit of {PATH_MAX}"
+        )));
     }
     parts(path).ok_or_else(|| unsafe_name(path))
 }

@@ -1,4 +1,4 @@
-//! The same tree as OCI images, in a registry: at first sight, and by their indexes.
+//! The same tree as OCI images, in a registry: on the first mount, and by their indexes.
 //!
 //! ```text
 //!   tree ──► umoci: gzip ─┬─────────────────────────────────► registry ──► burgeon index --push
@@ -38,7 +38,7 @@ struct Format {
     tag: &'static str,
     /// The bound for a start with a profile.
     aim: Aim,
-    /// True if it has a table of contents, by which it is mounted at first sight.
+    /// True if it has a table of contents, by which its first mount is lazy.
     listed: bool,
 }
 
@@ -103,7 +103,7 @@ impl<'a> OciImages<'a> {
         let profiles = profiles.collect::<Result<Vec<_>>>()?;
         let of_tables = (0..FORMATS.len()).map(record(&self.reader, "listed"));
         let of_tables = of_tables.collect::<Result<Vec<_>>>()?;
-        let [mut unpacked, mut first_sight, mut stargz] = [(); 3].map(|()| Starts::default());
+        let [mut unpacked, mut first_mount, mut stargz] = [(); 3].map(|()| Starts::default());
         let mut lazy = FORMATS.map(|_| Starts::default());
         let mut led = FORMATS.map(|_| Starts::default());
         // Without an index, by the table of contents; without and with a profile.
@@ -111,7 +111,7 @@ impl<'a> OciImages<'a> {
         for _ in 0..self.stage.bench.options.rounds {
             let server = self.registry.address();
             unpacked.0.push(self.stage.unpack(program, server, &self.layer, "gzip -dc")?);
-            first_sight.0.push(self.mount(Some(program), 0, &["--profile", "none"])?);
+            first_mount.0.push(self.mount(Some(program), 0, &["--profile", "none"])?);
             for (format, profile) in profiles.iter().enumerate() {
                 lazy[format].0.push(self.indexed(Some(program), format, "none")?);
                 led[format].0.push(self.indexed(Some(program), format, profile)?);
@@ -129,17 +129,17 @@ impl<'a> OciImages<'a> {
         }
         table.heading(format!("The same of OCI images: {}", program.name));
         unpacked.row(table, "gzip, download and unpack");
-        first_sight.row(table, "gzip, at first sight");
-        let ratio = first_sight.seconds() / unpacked.seconds();
-        table.row("gzip, first sight ÷ download and unpack", ratio, "x", Aim::AtMost(1.0), "");
+        first_mount.row(table, "gzip, first mount");
+        let ratio = first_mount.seconds() / unpacked.seconds();
+        table.row("gzip, first mount ÷ download and unpack", ratio, "x", Aim::AtMost(1.0), "");
         for (format, profile) in profiles.iter().enumerate() {
             let Format { name, aim, listed: is_listed, .. } = FORMATS[format];
             if is_listed {
                 let [alone, led] = &listed[format];
-                alone.row(table, &format!("{name}, at first sight, no profile"));
-                led.row(table, &format!("{name}, at first sight, profile"));
+                alone.row(table, &format!("{name}, first mount, no profile"));
+                led.row(table, &format!("{name}, first mount, profile"));
                 let ratio = alone.seconds() / unpacked.seconds();
-                let what = format!("{name}, first sight ÷ download and unpack");
+                let what = format!("{name}, first mount ÷ download and unpack");
                 table.row(what, ratio, "x", lazy_aim(share), "");
             }
             let needed = self.indexed(None, format, profile)?.bytes;

@@ -22,16 +22,16 @@ const STORED: [Way; 1] = [Way {
 }];
 
 pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
-    let other = bench.options.beside.as_ref().context("name the other program by --beside")?;
+    let other = bench.options.other.as_ref().context("name the other program by --other")?;
     let other = other.canonicalize().with_context(|| format!("{} is missing", other.display()))?;
-    let tree = bench.path("beside-tree");
+    let tree = bench.path("builds-tree");
     fs::create_dir_all(&tree)?;
     random_file(&tree.join(FILE), bench.options.file_mib)?;
     let mut installed = Vec::new();
     let mut targets = Vec::new();
     for (name, program) in [("other", &other), ("ours", &bench.program)] {
-        let burgeon = Burgeon::new(program, bench.path(&format!("beside-{name}-state")));
-        let at = bench.path(&format!("beside-{name}"));
+        let burgeon = Burgeon::new(program, bench.path(&format!("builds-{name}-state")));
+        let at = bench.path(&format!("builds-{name}"));
         burgeon.run(&["build", &tree.to_string_lossy(), "image"])?;
         burgeon.mount("image", &at)?;
         materialise(&at.join(FILE))?;
