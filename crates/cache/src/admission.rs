@@ -46,7 +46,8 @@ impl Shared {
             admin.policy.missed(hash, len as u32);
             admin.reuse.read(hash, len as u32, bounds.limit);
         }
-        // Filling pushes nothing out that was read; within a limit of its owner, nor does a prefetch.
+        // Filling pushes nothing out that was read, and a prefetch nothing within a limit of its
+        // owner.
         let is_fill = matches!(why, Why::Fill | Why::Pin);
         let is_beyond = match why {
             Why::Fill | Why::Pin | Why::Prefetch => admin.owners.broken(owner, len).is_some(),

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burgeon_accelerate::{
-    CachedDevice, DeviceOptions, Mode, SlowDevice, CacheStore, Trust, create_with,
+    CacheStore, CachedDevice, DeviceOptions, Mode, SlowDevice, Trust, create_with,
     format::{Block, LOG_MIN, Layout, SIZE_MIN, Super},
     policy::PolicyKind,
 };

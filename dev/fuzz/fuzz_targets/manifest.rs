@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use burgeon_block::Digest;
 use burgeon_btrfs::{SeedOptions, Uuids, write_seed};
 use burgeon_fuzz::{Nowhere, damaged, sample, unpacked};
-use burgeon_image::{AddressMap, ManifestLimits, Manifest};
+use burgeon_image::{AddressMap, Manifest, ManifestLimits};
 use libfuzzer_sys::fuzz_target;
 
 static BASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
@@ -18,7 +18,8 @@ static BASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     base
 });
 
-const LIMITS: ManifestLimits = ManifestLimits { bytes_max: 16 << 20, data_max: 1 << 40, items_max: 1 << 16 };
+const LIMITS: ManifestLimits =
+    ManifestLimits { bytes_max: 16 << 20, data_max: 1 << 40, items_max: 1 << 16 };
 
 fn sample_decoded() -> Manifest {
     let (packed, _) = sample().encode(3).expect("the sample encodes");

@@ -8,7 +8,7 @@ mod archives;
 
 pub use archives::{Oblivion, build, options, seal, sealed};
 use burgeon_block::{ByteRange, ChecksumKind, Digest, ObjectId};
-use burgeon_btrfs::{InodeBody, DATA_START, Dirent, FileExtent, Inode, NodeSink, Tree, Xattr};
+use burgeon_btrfs::{DATA_START, Dirent, FileExtent, Inode, InodeBody, NodeSink, Tree, Xattr};
 use burgeon_image::{ChunkEntry, Codec, Manifest};
 
 // The outer form of manifests and maps: docs/format.md, "Files of sections".

@@ -44,8 +44,8 @@ pub(super) struct Blobs {
     place: BlobOrigin,
 }
 
-/// The layers of one image in the host's own store: those that its list names, and no others, because
-/// the list was made when the image's own place had given them.
+/// The layers of one image in the host's own store: those that its list names, and no others,
+/// because the list was made when the image's own place had given them.
 struct StoredLayers {
     directory: Directory,
     list: ObjectId,
