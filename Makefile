@@ -79,6 +79,7 @@ test:
 soak: check-arm64 try-tarball
 	dev/need $(TEST_NEEDS)
 	$(CARGO) run --quiet --locked --package xtask -- kernels
+	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- upgrade-from
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
 		--exact default_mounts_take_four_gigabytes_each

@@ -23,6 +23,8 @@ pub struct CacheReport {
     pub refused: u64,
     /// Bytes of chunks evicted or forgotten.
     pub evicted: u64,
+    /// Bytes of chunks that an owner found, and another had brought.
+    pub shared: u64,
     /// Bytes given back to the file system.
     pub punched: u64,
     /// Bytes moved to empty an arena.
@@ -46,6 +48,7 @@ pub(crate) struct Tally {
     pub(crate) admitted: Counter,
     pub(crate) refused: Counter,
     pub(crate) evicted: Counter,
+    pub(crate) shared: Counter,
     pub(crate) punched: Counter,
     pub(crate) moved: Counter,
     pub(crate) written: Counter,

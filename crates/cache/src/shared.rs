@@ -264,6 +264,7 @@ impl Shared {
             admitted: tally.admitted.get(),
             refused: tally.refused.get(),
             evicted: tally.evicted.get(),
+            shared: tally.shared.get(),
             punched: tally.punched.get(),
             moved: tally.moved.get(),
             written: tally.written.get(),

@@ -228,3 +228,15 @@ fn a_prefetch_pushes_out_no_chunk_of_an_owner_that_was_read() {
     assert!(admit(&*a, 200, Why::Read).is_some());
     assert_eq!(owned(&cache)[0].1, 10);
 }
+
+#[test]
+fn chunks_that_another_owner_has_brought_count_as_shared() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path());
+    let [a, b] = ["a", "b"].map(|image| cache.for_owner(&owner(image, "s")));
+    (0..10).for_each(|n| assert!(admit(&*a, n, Why::Read).is_some()));
+    assert!((0..10).all(|n| a.find(&key(n)).is_some()));
+    assert_eq!(cache.report().shared, 0, "they are its own");
+    assert!((5..15).map(|n| b.find(&key(n))).filter(Option::is_some).count() == 5);
+    assert_eq!(cache.report().shared, 5 * LEN);
+}

@@ -77,6 +77,12 @@ fn two_images_fetch_what_they_share_once() {
     let differs = 2 * FILE_LEN as u64;
     println!("the second image fetched {more} bytes, of which {differs} differ");
     assert!(more <= differs * 13 / 10, "{more} of {differs}");
+    let status = cache(&burgeon, &["status"])["cache"].clone();
+    let [came, shared] =
+        [&status["read"]["fetched"], &status["shared"]].map(|it| it.as_u64().unwrap());
+    assert_eq!(came, before + more, "{status}");
+    let common = (FILES - 2) * FILE_LEN as u64;
+    assert!((common * 9 / 10..=common).contains(&shared), "{shared} of {common}");
     // A server that takes over finds what was kept.
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
     drop_caches();

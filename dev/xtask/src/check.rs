@@ -39,7 +39,7 @@ const FUZZ_SECONDS: u32 = 12;
 
 /// Time for everything, in minutes, unless asked otherwise. `.ci/run` gives what is left of its
 /// own.
-const MINUTES: u64 = 70;
+const MINUTES: u64 = 50;
 
 /// Time for which a test may be silent. The slowest say something each minute on an idle machine.
 const SILENCE: Duration = Duration::from_secs(720);

@@ -18,6 +18,7 @@ mod programs;
 mod proofs;
 mod tidy;
 mod torment;
+mod upgrade_from;
 
 use std::path::{Path, PathBuf};
 
@@ -43,6 +44,8 @@ enum Command {
     Proofs(proofs::Options),
     /// Kill, damage, fill and spoil at random for some minutes, and compare every byte.
     Torment(torment::Options),
+    /// Build the program of an earlier commit, and take its mounts over with this one.
+    UpgradeFrom(upgrade_from::Options),
     /// Run format, lints, unit, property and simulation tests; ends with `N passed, N failed`.
     Check,
     /// Run the tests on older kernels that take too long for `test`.
@@ -58,6 +61,7 @@ fn main() -> anyhow::Result<()> {
         Command::Budget(options) => budget::run(&root(), &options),
         Command::Proofs(options) => proofs::run(&root(), &options),
         Command::Torment(options) => torment::run(&root(), &options),
+        Command::UpgradeFrom(options) => upgrade_from::run(&root(), &options),
         Command::Check => check::run_quick(&root()),
         Command::Kernels => check::run_kernels(&root()),
         Command::Test(options) => check::run(&root(), &options),

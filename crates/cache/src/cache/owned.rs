@@ -9,6 +9,7 @@ use crate::{
     CacheState, ChunkKey, ChunkStore, Here, Hold, Place, Why,
     owners::{ChunkOwner, NOBODY, Number, OwnedBytes, Scope},
     shared::lock,
+    slots::parts,
 };
 
 /// Chunks that are claimed, or evicted, under one hold of the store's lock.
@@ -110,9 +111,25 @@ impl Drop for OwnedStore {
     }
 }
 
+impl OwnedStore {
+    /// Counts the chunk at `place` as shared, if another owner has brought it.
+    fn count_shared(&self, place: Place) {
+        let shared = &*self.cache.shared;
+        let Some((slot, _)) = parts(place) else { return };
+        let owner = lock(&shared.admin).owners.of(slot);
+        if owner != NOBODY && owner != self.owner {
+            let bytes = shared.slots.chunk(slot).map_or(0, |chunk| chunk.about.bytes());
+            shared.tally.shared.add(bytes);
+        }
+    }
+}
+
 impl ChunkStore for OwnedStore {
+    /// Volumes remember the place, so that this is asked once a chunk.
     fn find(&self, key: &ChunkKey) -> Option<Place> {
-        self.cache.find(key)
+        let place = self.cache.find(key)?;
+        self.count_shared(place);
+        Some(place)
     }
 
     fn read(&self, place: Place, offset: u32, buf: &mut [u8]) -> bool {

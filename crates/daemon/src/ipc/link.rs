@@ -46,9 +46,10 @@ use crate::{
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
 /// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. 5: there is no
-/// `AskHelper`. An upgrade replaces the supervisor first, so each version understands the messages
-/// of the previous one and ignores those that only later ones have.
-pub(crate) const VERSION: u32 = 6;
+/// `AskHelper`. 6: a cache tells of no shared and no fetched bytes. An upgrade replaces the
+/// supervisor first, so each version understands the messages of the previous one and ignores those
+/// that only later ones have.
+pub(crate) const VERSION: u32 = 7;
 
 /// The rate of a `Scrub` that only ends the one that runs. Earlier servers end it, too, and read
 /// nothing more than a chunk.
@@ -321,13 +322,14 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as versions 2 to 6 write it, after its receiver.
-    const RECORDED: [&str; 5] = [
+    /// A message of each kind, as versions 2 to 7 write it, after its receiver.
+    const RECORDED: [&str; 6] = [
         include_str!("link-2.txt"),
         include_str!("link-3.txt"),
         include_str!("link-4.txt"),
         include_str!("link-5.txt"),
         include_str!("link-6.txt"),
+        include_str!("link-7.txt"),
     ];
 
     #[test]
@@ -345,15 +347,15 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8 + 9 + 11 + 12, 7 + 7 + 8 + 9 + 10));
+        assert_eq!((told, says), (7 + 8 + 9 + 11 + 12 + 12, 7 + 7 + 8 + 9 + 10 + 10));
     }
 
-    /// Version 6 is this one: a change of its messages that other versions would see is a new
+    /// Version 7 is this one: a change of its messages that other versions would see is a new
     /// version, with a record of its own.
     #[test]
     fn recorded_messages_of_this_version_are_written_the_same() {
-        assert_eq!(VERSION, 6);
-        for (end, message) in RECORDED[4].lines().map(|line| line.split_once(' ').unwrap()) {
+        assert_eq!(VERSION, 7);
+        for (end, message) in RECORDED[5].lines().map(|line| line.split_once(' ').unwrap()) {
             let recorded: Value = serde_json::from_str(message).unwrap();
             let written = match end {
                 "server" => {

@@ -215,7 +215,8 @@ impl Serving {
         let of = |mount: &Mount| {
             let counters = mount.slots.counters();
             let [hit, miss] = [&counters.hit_bytes, &counters.miss_bytes].map(Counter::get);
-            (mount.attach.id, ReadBytes { hit, miss })
+            let fetched = counters.fetched_bytes.get() + counters.background_bytes.get();
+            (mount.attach.id, ReadBytes { hit, miss, fetched })
         };
         // Locked first, so that of two that look at once the later one has the later counters.
         let mut reads = lock(&self.reads);
@@ -248,6 +249,7 @@ impl Serving {
             admitted: report.admitted,
             refused: report.refused,
             evicted: report.evicted,
+            shared: report.shared,
             written: report.written,
             doubted: report.doubted,
             read_errors: report.read_errors,

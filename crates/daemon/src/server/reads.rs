@@ -40,6 +40,7 @@ impl Reads {
             let before = self.last.get(&id).copied().unwrap_or(now);
             self.total.hit += now.hit.saturating_sub(before.hit);
             self.total.miss += now.miss.saturating_sub(before.miss);
+            self.total.fetched += now.fetched.saturating_sub(before.fetched);
             last.insert(id, now);
         }
         self.last = last;
@@ -64,7 +65,11 @@ impl Reads {
         // No sample is that old: this server is younger, and its reads count from its start.
         let old = |(at, _): &&(Instant, ReadBytes)| now.duration_since(*at) >= time;
         let before = self.samples.iter().rev().find(old).map_or(ReadBytes::default(), |it| it.1);
-        ReadBytes { hit: self.total.hit - before.hit, miss: self.total.miss - before.miss }
+        ReadBytes {
+            hit: self.total.hit - before.hit,
+            miss: self.total.miss - before.miss,
+            fetched: self.total.fetched - before.fetched,
+        }
     }
 }
 
@@ -76,7 +81,7 @@ mod tests {
     use crate::{id::MountId, ipc::protocol::ReadBytes};
 
     fn bytes(hit: u64, miss: u64) -> ReadBytes {
-        ReadBytes { hit, miss }
+        ReadBytes { hit, miss, fetched: miss }
     }
 
     #[test]

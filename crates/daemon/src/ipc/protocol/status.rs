@@ -75,6 +75,10 @@ pub struct HostCache {
     pub refused: u64,
     /// Bytes of chunks that went.
     pub evicted: u64,
+    /// Bytes of chunks that an image found in the cache, and another image had fetched; missing from
+    /// servers of earlier versions.
+    #[serde(default)]
+    pub shared: u64,
     /// Bytes written to the disk.
     pub written: u64,
     /// Chunks that were wrong, and were fetched again.
@@ -116,6 +120,8 @@ pub struct ReadBytes {
     pub hit: u64,
     /// Of reads that had to wait for a fetch.
     pub miss: u64,
+    /// Fetched from sources, as they send it: for reads, and in the background.
+    pub fetched: u64,
 }
 
 impl ReadBytes {
