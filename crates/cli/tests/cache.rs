@@ -49,47 +49,6 @@ fn shown(burgeon: &Burgeon, field: &str) -> u64 {
     cache(burgeon, &["status"])["cache"][field].as_u64().unwrap()
 }
 
-fn fetched(burgeon: &Burgeon) -> u64 {
-    let status = burgeon.status();
-    let mounts = status["mounts"].as_array().unwrap().iter();
-    mounts.map(|mount| mount["reads"]["fetched_bytes"].as_u64().unwrap()).sum()
-}
-
-#[test]
-fn two_images_fetch_what_they_share_once() {
-    let space = Space::new("cache-shared");
-    let burgeon = Burgeon::new(PROGRAM, &space);
-    let trees = [tree(&space, "one", 2, 1000), tree(&space, "two", 2, 2000)];
-    let places = [space.path("at-one"), space.path("at-two")];
-    let none = ["--read-only", "--profile", "none"];
-    for (tree, name) in trees.iter().zip(["one", "two"]) {
-        burgeon.build(tree, name);
-    }
-    let first = burgeon.mount("one", &places[0], &none);
-    assert_same(&trees[0], &places[0]);
-    let before = fetched(&burgeon);
-    assert!(before >= FILES * FILE_LEN as u64, "{before}");
-    // Readers do not wait until what they read is kept.
-    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= FILES * FILE_LEN as u64));
-    let second = burgeon.mount("two", &places[1], &none);
-    assert_same(&trees[1], &places[1]);
-    let more = fetched(&burgeon) - before;
-    let differs = 2 * FILE_LEN as u64;
-    println!("the second image fetched {more} bytes, of which {differs} differ");
-    assert!(more <= differs * 13 / 10, "{more} of {differs}");
-    let status = cache(&burgeon, &["status"])["cache"].clone();
-    let [came, shared] =
-        [&status["read"]["fetched"], &status["shared"]].map(|it| it.as_u64().unwrap());
-    assert_eq!(came, before + more, "{status}");
-    let common = (FILES - 2) * FILE_LEN as u64;
-    assert!((common * 9 / 10..=common).contains(&shared), "{shared} of {common}");
-    // A server that takes over finds what was kept.
-    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
-    drop_caches();
-    assert_same(&trees[1], &places[1]);
-    [first, second].into_iter().for_each(|mounted| burgeon.umount(mounted));
-}
-
 #[test]
 fn users_see_and_change_the_cache() {
     let space = Space::new("cache-command");
