@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_cache::{
-    Amount, Cache, CacheSettings, ChunkStore, Why, policy::Clock, testing::CrashingDisk,
+    Amount, Cache, CacheSettings, ChunkStore, Why, policy::Forecast, testing::CrashingDisk,
 };
 use common::{
     chunk, is_here, key,
@@ -83,7 +83,8 @@ fn limit_and_floor_hold_while_many_admit() {
             keep_free: Amount::Bytes(keep_free),
             ..settings(limit)
         };
-        let cache = Cache::over(Arc::new(disk.clone()), bounds, Box::<Clock>::default());
+        let cache =
+            Cache::over(Arc::new(disk.clone()), bounds, Box::new(Forecast::new(1 << 20, 7)));
         std::thread::scope(|scope| {
             for thread in 0..8 {
                 let cache = &cache;

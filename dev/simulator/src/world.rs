@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Clock};
+use burgeon_cache::{Amount, Cache, CacheSettings, Domain, policy::Forecast};
 use burgeon_volume::{
     CacheAccess, Fill, FillState, ProfilePrefetch, ProfileState, Volume, VolumeLimits,
 };
@@ -51,8 +51,9 @@ impl World {
     ) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
-        let cache =
-            Arc::new(Cache::over(Arc::new(disk.clone()), settings(rng), Box::<Clock>::default()));
+        // The policy of the host's cache; a turn of it is a few of the image's chunks.
+        let policy = Box::new(Forecast::new(1 << 20, rng.bits()));
+        let cache = Arc::new(Cache::over(Arc::new(disk.clone()), settings(rng), policy));
         let domain = Domain::PUBLIC;
         let access = CacheAccess { store: Arc::clone(&cache) as _, domain };
         let (source_of_volume, limits) = (source.clone(), limits.clone());

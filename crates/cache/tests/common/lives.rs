@@ -3,7 +3,9 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use burgeon_cache::{Cache, CacheSettings, ChunkStore, Why, policy::Clock, testing::CrashingDisk};
+use burgeon_cache::{
+    Cache, CacheSettings, ChunkStore, Why, policy::Forecast, testing::CrashingDisk,
+};
 use testkit::Rng;
 
 use super::{chunk, is_here, key, settings};
@@ -20,7 +22,7 @@ pub fn open(disk: &CrashingDisk) -> Cache {
         memory: 64 << 10,
         ..settings(LIMIT)
     };
-    Cache::over(Arc::new(disk.clone()), short, Box::<Clock>::default())
+    Cache::over(Arc::new(disk.clone()), short, Box::new(Forecast::new(1 << 20, 7)))
 }
 
 /// The keys that are durable: found at the last successful sync, and not forgotten since.
