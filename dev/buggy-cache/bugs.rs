@@ -206,4 +206,14 @@ pub const BUGS: &[Bug] = &[
             "Hasher::new_keyed(if BUG { &[0; 32] } else { &domain.0 })",
         )],
     ),
+    bug(
+        "PrefetchBreaksLimit",
+        "within the limit of an image, a prefetch evicts chunks that were read",
+        &[(
+            "admission.rs",
+            "            Why::Fill | Why::Pin | Why::Prefetch => admin",
+            "            Why::Prefetch if BUG => admin.owners.never_fits(owner, len),
+            Why::Fill | Why::Pin | Why::Prefetch => admin",
+        )],
+    ),
 ];

@@ -15,10 +15,10 @@ use std::{
 };
 
 use buggy_cache::{
-    Cache, ChunkKey, ChunkStore, Domain, KeyKind, Why,
+    Cache, ChunkKey, ChunkOwner, ChunkStore, Domain, KeyKind, Scope, Why,
     bugs::turn_on,
     list::{BUGS, Bug},
-    policy::Clock,
+    policy::{Clock, Forecast},
     testing::CrashingDisk,
 };
 use common::{
@@ -92,16 +92,44 @@ fn filled() {
     assert!(cache.report().used <= LIMIT / 5 * 4, "{:?}", cache.report());
 }
 
+/// Chunks that were read stay, whatever is prefetched: in the whole cache, and within a limit.
+fn prefetched() {
+    let policy = Box::new(Forecast::new(LIMIT, 1));
+    let disk = Arc::new(CrashingDisk::new(LIMIT * 8, 1));
+    let cache = Cache::over(disk, settings(LIMIT), policy);
+    admit(&cache, 0..20, Why::Read);
+    admit(&cache, 1000..1002, Why::Prefetch);
+    let before: Vec<u64> = (0..20).filter(|n| is_here(&cache, *n)).collect();
+    for n in 2000..2030 {
+        admit(&cache, n..n + 1, Why::Prefetch);
+        cache.upkeep();
+    }
+    before.iter().for_each(|n| assert!(is_here(&cache, *n), "{n} was read before"));
+
+    let cache = Arc::new(fresh(&CrashingDisk::new(LIMIT * 8, 1)));
+    let owner = ChunkOwner { image: "a".to_owned(), store: "s".to_owned() };
+    let owned = cache.for_owner(&owner);
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), LIMIT / 4)]);
+    let admit = |n: u64, why| owned.admit(key(n), &chunk(n), why);
+    let before: Vec<u64> = (0..4).filter(|n| admit(*n, Why::Read).is_some()).collect();
+    before.iter().for_each(|n| assert!(is_here(&cache, *n)));
+    (100..200).for_each(|n| {
+        let _ = admit(n, Why::Prefetch);
+    });
+    before.iter().for_each(|n| assert!(is_here(&cache, *n), "{n} was read before"));
+}
+
 fn apart() {
     let of = |domain: &Domain| ChunkKey::new(domain, KeyKind::Chunk, b"digest");
     assert_ne!(of(&Domain::of(b"a")), of(&Domain::PUBLIC));
 }
 
 /// The promises, the cheap ones first.
-const PROMISES: [(&str, fn()); 10] = [
+const PROMISES: [(&str, fn()); 11] = [
     ("apart", apart),
     ("held", held),
     ("filled", filled),
+    ("prefetched", prefetched),
     ("scrubbed", scrubbed),
     ("full", || (0..SEEDS).for_each(full)),
     ("handed on", || (0..SEEDS).for_each(handed_on)),
