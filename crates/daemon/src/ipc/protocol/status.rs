@@ -75,8 +75,8 @@ pub struct HostCache {
     pub refused: u64,
     /// Bytes of chunks that went.
     pub evicted: u64,
-    /// Bytes of chunks that an image found in the cache, and another image had fetched; missing from
-    /// servers of earlier versions.
+    /// Bytes of chunks that an image found in the cache, and another image had fetched; missing
+    /// from servers of earlier versions.
     #[serde(default)]
     pub shared: u64,
     /// Bytes written to the disk.
