@@ -146,13 +146,23 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
     /// The output of `script` in a new container. Not by containerd's pipes: two seconds after the
     /// end it gives up what they still hold.
     pub fn run_image(&self, snapshotter: &str, image: &str, name: &str, script: &str) -> String {
+        self.try_run(snapshotter, image, name, script).unwrap()
+    }
+
+    fn try_run(
+        &self,
+        snapshotter: &str,
+        image: &str,
+        name: &str,
+        script: &str,
+    ) -> Result<String, String> {
         let folder = self.space.make_folder("said");
         let bound = format!("type=bind,src={},dst=/dev/said,options=rbind:rw", folder.display());
         let options = ["run", "--rm", "--snapshotter", snapshotter, "--mount", &bound];
         let script = format!("{{ {script}; }} > /dev/said/{name}");
         let words = [image, name, "/bin/sh", "-c", &script];
-        self.ctr(&[&options[..], &words].concat()).unwrap();
-        fs::read_to_string(folder.join(name)).unwrap()
+        self.ctr(&[&options[..], &words].concat())?;
+        Ok(fs::read_to_string(folder.join(name)).unwrap())
     }
 
     /// The changes of a stopped container: a line an entry, without its time, and all data.
@@ -206,8 +216,7 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 
     /// Runs a script in a container of `image`.
     pub fn run_in(&self, image: &str, name: &str, script: &str) -> Result<String, String> {
-        let options = ["run", "--rm", "--snapshotter", "burgeon", image, name];
-        self.ctr(&[&options[..], &["/bin/sh", "-c", script]].concat())
+        self.try_run("burgeon", image, name, script)
     }
 
     /// A new snapshot above the committed one `chain`, mounted as containerd would.
