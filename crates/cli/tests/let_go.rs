@@ -244,6 +244,30 @@ fn deaths_during_the_exchange_cost_nothing() {
     }
 }
 
+/// A read of a device whose daemon has died cannot be killed: the command starts the next daemon.
+#[test]
+fn a_daemon_that_dies_during_the_copy_holds_up_no_command() {
+    let space = Space::new("let-go-copy");
+    let set = set_up(&space);
+    let mounted = set.burgeon.mount("image", &set.at, &WRITABLE);
+    let mut command = set.burgeon.command(&["let-go", set.at.to_str().unwrap()]);
+    let mut command = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let is_copying = || {
+        let folders = fs::read_dir(set.burgeon.state().join("mounts")).unwrap().flatten();
+        folders.into_iter().any(|folder| folder.path().join("plain.new").exists())
+    };
+    assert!(wait_until(PATIENCE, || is_copying() || command.try_wait().unwrap().is_some()));
+    set.burgeon.kill_both();
+    assert!(wait_until(PATIENCE, || command.try_wait().unwrap().is_some()), "it waits for ever");
+    let settled = || ["serving", "let go"].contains(&&*states(&set.burgeon)[0]);
+    assert!(wait_until(PATIENCE, settled), "{:?}", states(&set.burgeon));
+    assert_same(&set.tree, &set.at);
+    let_go(&set);
+    assert_eq!(states(&set.burgeon), ["let go"]);
+    assert_same(&set.tree, &set.at);
+    set.burgeon.umount(mounted);
+}
+
 #[test]
 fn a_mount_that_cannot_be_let_go_stays_as_it_is() {
     let space = Space::new("let-go-refused");

@@ -20,10 +20,11 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{
-        Mutex, PoisonError,
+        Condvar, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     thread,
+    time::Duration,
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Error, ErrorKind, Pages, Result};
@@ -52,6 +53,8 @@ use crate::{
 const PIECE: u64 = 1 << 20;
 /// Reads at the same time: the server fetches for each of them.
 const THREADS: usize = 8;
+/// Interval at which the copy looks for the daemon.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Lets mount `id` go; calls `progress` with the bytes that are copied. If only the next mount of
 /// the image can have the copy, returns the reason.
@@ -90,7 +93,14 @@ pub fn let_go(
     begin(true)?;
     let (from, superblocks) = data_device(&record)?;
     let path = state.plain_file(id);
-    copy(&path, &from, superblocks.into_iter().chain(pieces(map.data_range())), None, progress)?;
+    copy(
+        state,
+        &path,
+        &from,
+        superblocks.into_iter().chain(pieces(map.data_range())),
+        None,
+        progress,
+    )?;
     match client.call(&Request::LetGo { id })? {
         (Reply::Done, _) => Ok(None),
         _ => Err(unexpected()),
@@ -122,7 +132,7 @@ fn keep_for_next(
         false => (Plain::Described, None),
     };
     let path = plain.path(state, &image);
-    copy(&path, &from, pieces(map.data_range()), sums.as_ref(), progress)
+    copy(state, &path, &from, pieces(map.data_range()), sums.as_ref(), progress)
 }
 
 /// The mount's data device, and the places of its superblocks.
@@ -245,6 +255,7 @@ fn make_room(state: &StateDir, client: &Client, data: u64, writes: u64) -> Resul
 
 /// Copies `pieces` of the mount's data device to the file `path`, and their checksums to `sums`.
 fn copy(
+    state: &StateDir,
     path: &Path,
     from: &Device,
     pieces: impl Iterator<Item = ByteRange> + Send,
@@ -277,7 +288,7 @@ fn copy(
         );
         Error::io(what, e)
     })?;
-    copy_pieces(from, (&file, sums), pieces, progress)
+    copy_pieces(state, from, (&file, sums), pieces, progress)
         .inspect_err(|_| drop(files::remove_file(&new)))?;
     file.sync_all().map_err(failed)?;
     // It is read through the loop device from now on, directly.
@@ -324,6 +335,7 @@ fn pieces(range: ByteRange) -> impl Iterator<Item = ByteRange> + Send {
 }
 
 fn copy_pieces(
+    state: &StateDir,
     from: &Device,
     to: (&File, Option<&Sums>),
     pieces: impl Iterator<Item = ByteRange> + Send,
@@ -348,10 +360,32 @@ fn copy_pieces(
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     };
+    let ended = (Mutex::new(false), Condvar::new());
     thread::scope(|scope| {
-        (0..THREADS).for_each(|_| drop(scope.spawn(work)));
+        // A read of a device whose daemon has died waits for the next one, and cannot be killed.
+        scope.spawn(|| keep_daemon(state, &ended));
+        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+        *ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        ended.1.notify_all();
     });
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+/// Starts the daemon again if it has died, until the copy has `ended`.
+fn keep_daemon(state: &StateDir, ended: &(Mutex<bool>, Condvar)) {
+    loop {
+        let waiting = ended.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = ended.1.wait_timeout_while(waiting, LOOK, |ended| !*ended);
+        if *waited.unwrap_or_else(PoisonError::into_inner).0 {
+            return;
+        }
+        if matches!(Client::connect(state), Ok(None))
+            && let Err(error) = Client::connect_or_start(state)
+        {
+            tracing::warn!(%error, "cannot start the daemon, which serves the data that is copied");
+        }
+    }
 }
 
 fn no_memory() -> Error {

@@ -3,6 +3,7 @@
 use std::{path::Path, process::ExitCode};
 
 use anyhow::{Context as _, Result};
+use burgeon_block::Error;
 use serde_json::json;
 
 use super::{Context, need_mount_privilege, umount::mount_of};
@@ -59,7 +60,7 @@ pub(super) fn let_go(context: &Context, args: &data_args::LetGo) -> Result<ExitC
 /// Lets the mount at `path` go.
 pub(super) fn of_mount(context: &Context, path: &Path) -> Result<LetGone> {
     let failed = || format!("cannot let {} go", path.display());
-    let there = std::fs::canonicalize(path).with_context(failed)?;
+    let there = std::fs::canonicalize(path).map_err(|e| Error::io(failed(), e))?;
     let (client, mount) = mount_of(context, &there, path)?;
     let progress = Progress::new("let-go");
     let update = |done: u64| progress.update(done, Some(mount.data_bytes));
