@@ -38,6 +38,7 @@ pub(crate) fn take(shared: &Arc<Shared>, keys: &[ChunkKey]) -> Result<Hold> {
     let space = shared.disk.space()?;
     let mut admin = lock(&shared.admin);
     let most = most(shared.bounds(space, admin.used, 0).limit);
+    let is_too_much = |wanted: u64, before: u64| wanted > most && wanted > before;
     let mut wanted = admin.held_bytes;
     let mut taken = 0;
     for key in keys {
@@ -45,14 +46,15 @@ pub(crate) fn take(shared: &Arc<Shared>, keys: &[ChunkKey]) -> Result<Hold> {
         *count += 1;
         taken += 1;
         wanted += if *count == 1 { shared.len_of(key) } else { 0 };
-        if wanted > most {
+        // The limit may have become smaller than the holds: those that are there stay.
+        if is_too_much(wanted, admin.held_bytes) {
             break;
         }
     }
     let before = std::mem::replace(&mut admin.held_bytes, wanted);
     drop(admin);
     let release = Release { shared: shared.clone(), keys: keys[..taken].to_vec() };
-    if wanted > most {
+    if is_too_much(wanted, before) {
         drop(release);
         let what = format!(
             "cannot keep {} bytes more in the cache: {before} of the {most} bytes that may be kept \

@@ -139,6 +139,25 @@ fn a_smaller_limit_evicts_at_once_and_holds_are_bounded() {
 }
 
 #[test]
+fn a_hold_that_is_renewed_stays_when_the_limit_is_lowered() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), settings(64 * MIB));
+    fill(&cache, 0..200);
+    let keys: Vec<_> = (0..100).map(key).collect();
+    let hold = cache.hold(&keys).unwrap();
+    let held = cache.report().held;
+    cache.resize(Some(Amount::Bytes(held)), Amount::Bytes(0));
+    // More than 80 % of the limit, so nothing new can be held.
+    let now = cache.report().held;
+    assert!(now > 0);
+    let renewed = cache.hold(&keys).unwrap();
+    drop(hold);
+    assert_eq!(cache.report().held, now);
+    drop(renewed);
+    assert_eq!(cache.report().held, 0);
+}
+
+#[test]
 fn a_scrub_forgets_what_rotted() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), settings(64 * MIB));

@@ -224,6 +224,9 @@ fn a_prefetch_pushes_out_no_chunk_of_an_owner_that_was_read() {
     }
     cache.upkeep();
     assert_eq!((here(&cache, 0..10), owned(&cache)[0].1), (10, 10));
+    // So a profile stops before it fetches them.
+    assert!(!a.may_admit(&key(500), LEN as u32, Why::Prefetch));
+    assert!(a.may_admit(&key(500), LEN as u32, Why::Read));
     // Reads do, the oldest first.
     assert!(admit(&*a, 200, Why::Read).is_some());
     assert_eq!(owned(&cache)[0].1, 10);

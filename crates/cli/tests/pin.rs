@@ -144,13 +144,28 @@ fn a_pin_that_the_cache_cannot_keep_is_refused_with_numbers() {
     burgeon.ok(&["cache", "resize", "12M"]);
     burgeon.ok(&["pin", text(&at.join("small"))]);
     let large = at.join("large");
-    let refusal = "the cache cannot keep 18.0 MiB for this mount: pins take at most 80 % of its limit of 12.0 MiB";
+    let refusal = "cannot pin 16.0 MiB more: pins take at most 80 % of the cache's limit of 12.0 MiB, \
+                   and 2.00 MiB are pinned: set a limit of at least 23M";
     burgeon.fails(&["pin", text(&large)], 6, refusal);
     // The pin that fits is held as before.
     assert_eq!(mount(&burgeon)["pins"].as_array().unwrap().len(), 1);
     assert_eq!(pinned(&burgeon), 2 << 20);
-    burgeon.ok(&["cache", "resize", "64M"]);
+    burgeon.ok(&["cache", "resize", "64M", "--limit", "image=4M"]);
+    burgeon.fails(&["pin", text(&large)], 6, "a limit of the image or of its store is smaller");
+    burgeon.ok(&["cache", "resize", "--limit", "image=none"]);
     burgeon.ok(&["pin", text(&large)]);
     assert_eq!(pinned(&burgeon), 18 << 20);
+
+    // A limit below the pins: the status tells, and a higher one has them fetched again. So does
+    // dropping the image.
+    burgeon.ok(&["cache", "resize", "8M"]);
+    assert!(wait_until(PATIENCE, || mount(&burgeon)["pinned"]["state"] == "cache-full"));
+    let now = mount(&burgeon)["pinned"].clone();
+    assert!(now["done_bytes"].as_u64().unwrap() <= 8 << 20, "{now}");
+    burgeon.ok(&["cache", "resize", "64M"]);
+    assert_eq!(pinned(&burgeon), 18 << 20);
+    burgeon.ok(&["cache", "drop", "image"]);
+    assert_eq!(pinned(&burgeon), 18 << 20);
+    assert!(mount(&burgeon)["materialised_bytes"].as_u64().unwrap() >= 18 << 20);
     burgeon.umount(mounted);
 }

@@ -125,7 +125,11 @@ impl Cache {
         let shared = &*self.shared;
         let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
         let is_possible = match why {
-            Why::Read | Why::Prefetch => is_open || lock(&shared.settings).memory > 0,
+            Why::Read => is_open || lock(&shared.settings).memory > 0,
+            Why::Prefetch => {
+                let has_room = lock(&shared.admin).owners.broken(owner, len.into()).is_none();
+                has_room && (is_open || lock(&shared.settings).memory > 0)
+            }
             // The memory is not for chunks that nobody waits for.
             Why::Fill | Why::Pin => is_open && shared.has_room_for_fill(key, len.into(), owner),
         };

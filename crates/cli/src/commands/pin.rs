@@ -16,7 +16,7 @@ use anyhow::Result;
 use burgeon_block::{ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
     extents::addresses,
-    protocol::{CACHE_FULL, CacheRequest, FillStatus, OVER_LIMIT, Reply, Request},
+    protocol::{CACHE_FULL, CacheAnswer, CacheRequest, FillStatus, OVER_LIMIT, Reply, Request},
 };
 use serde_json::json;
 
@@ -70,7 +70,7 @@ pub(super) fn pin(context: &Context, args: data_args::Pin) -> Result<ExitCode> {
     } else if args.remove {
         for path in &args.paths {
             println!(
-                "{} is no longer pinned; its data stays until the cache is removed",
+                "{} is no longer pinned; its data stays until the cache evicts it",
                 path.display()
             );
         }
@@ -93,27 +93,48 @@ impl NewPins {
         Ok(())
     }
 
-    /// Unpins them: the cache cannot keep all pins of the mount. Returns the error for the user.
+    /// Unpins them: the cache cannot keep the `wanted` bytes of all pins of the mount. Returns the
+    /// error for the user.
     fn take_back(&self, mount: &Mount, wanted: u64) -> Result<Error> {
         for path in &self.0 {
             set(mount, path.clone(), Vec::new())?;
         }
+        let this = ask(&mount.client)?.mounts.into_iter().find(|status| status.id == mount.id);
+        let others = this.and_then(|status| status.pinned).map_or(0, |pinned| pinned.total_bytes);
         let (Reply::Cache(answer), _) = mount.client.call(&Request::Cache(CacheRequest::Show))?
         else {
             return Err(unexpected());
         };
-        let of = |bytes| output::bytes(bytes);
-        let (limit, held) = (answer.cache.limit, answer.cache.held);
-        let what = format!(
-            "the cache cannot keep {} for this mount: pins take at most 80 % of its limit of {}, and \
-             {} are held now; nothing new is pinned. Raise the limit (`burgeon cache resize`), or \
-             unpin other files",
-            of(wanted),
-            of(limit),
-            of(held)
-        );
+        let more = wanted.saturating_sub(others);
+        let what = format!("cannot pin {} more: {}", output::bytes(more), refusal(&answer, more));
         Ok(Error::new(ErrorKind::NoSpace, what))
     }
+}
+
+/// Why the cache cannot keep `more` pinned bytes, and the remedy.
+fn refusal(answer: &CacheAnswer, more: u64) -> String {
+    let (cache, of) = (&answer.cache, |bytes| output::bytes(bytes));
+    let most = cache.limit / 5 * 4;
+    if cache.free <= cache.floor {
+        return format!(
+            "{} of the cache's disk are free, and it leaves {} free: free some space, or lower that \
+             (`burgeon cache resize --keep-free SIZE`)",
+            of(cache.free),
+            of(cache.floor)
+        );
+    }
+    if cache.held.saturating_add(more) <= most {
+        return "a limit of the image or of its store is smaller (`burgeon cache status` shows it): \
+                raise it (`burgeon cache resize --limit IMAGE=SIZE`, or `=none`)"
+            .to_owned();
+    }
+    let least = cache.held.saturating_add(more).saturating_mul(5).div_ceil(4 << 20);
+    format!(
+        "pins take at most 80 % of the cache's limit of {}, and {} are pinned: set a limit of at \
+         least {least}M (`burgeon cache resize {least}M`), or unpin other files",
+        of(cache.limit),
+        of(cache.held)
+    )
 }
 
 /// Pins `ranges` of `path`; without ranges, unpins it.

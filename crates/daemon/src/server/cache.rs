@@ -140,10 +140,15 @@ impl Serving {
                 self.cache.resize(limit, keep_free);
                 self.claim_chunks();
                 self.cache.limit_owners(cache_parts::limits(&bounds));
+                self.fetch_pins_again();
                 Ok((0, 0))
             }
             CacheOrder::Evict { bytes } => Ok((self.cache.evict(bytes), 0)),
-            CacheOrder::Drop { digest } => self.drop_image(&digest.0),
+            CacheOrder::Drop { digest } => {
+                let dropped = self.drop_image(&digest.0);
+                self.fetch_pins_again();
+                dropped
+            }
             CacheOrder::Scrub { bytes_per_second } => self.scrub_cache(bytes_per_second),
             CacheOrder::Unknown => {
                 let what = "the server does not know this order: `burgeon upgrade` replaces it";

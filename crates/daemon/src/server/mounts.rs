@@ -264,6 +264,18 @@ impl Serving {
         Ok(())
     }
 
+    /// Has the pins of all mounts fetched as far as they are not here, and held if there is space
+    /// now: what the cache may keep has changed.
+    pub(super) fn fetch_pins_again(&self) {
+        let pins = |(id, mount): (&MountId, &Mount)| (*id, mount.attach.pins.clone());
+        let all: Vec<_> = lock(&self.mounts).iter().map(pins).collect();
+        for (id, pins) in all {
+            if let Err(error) = self.fetch_pinned(id, &pins) {
+                tracing::warn!(mount = %id, %error, "cannot fetch the pinned files again");
+            }
+        }
+    }
+
     /// A server of the mount has ended by itself: the mount is over, unless another has taken it
     /// over.
     fn forget(&self, id: MountId, server: u64, end: End) {

@@ -73,11 +73,6 @@ impl Fill {
         self.stop.send_replace(Some(FillState::Stopped));
     }
 
-    /// Ends it before it begins: the cache cannot keep what it is to keep.
-    fn refuse(&self) {
-        self.stop.send_replace(Some(FillState::CacheFull));
-    }
-
     /// Waits until it has ended.
     pub fn ended(&self) -> impl Future<Output = FillProgress> + Send + 'static {
         let mut progress = self.progress.clone();
@@ -131,12 +126,26 @@ where
         let image = &*self.limits.image;
         let refused = |error: &_| tracing::warn!(image, %error, "pinned files cannot be kept");
         let hold = self.residency.hold(&chunks).inspect_err(refused).ok();
+        let Some(hold) = hold else { return self.refused_fill(&chunks) };
         let mut fill = self.fill_chunks(chunks.into_iter(), Some(budget), Why::Pin);
-        if hold.is_none() {
-            fill.refuse();
-        }
-        fill._hold = hold;
+        fill._hold = Some(hold);
         fill
+    }
+
+    /// A fill that has ended before it began, because the cache cannot keep all of `chunks`.
+    fn refused_fill(&self, chunks: &[u32]) -> Fill {
+        let bytes = |chunks: &mut dyn Iterator<Item = &u32>| {
+            chunks.map(|index| self.map.chunk(*index).range.len()).sum()
+        };
+        let is_here = |index: &&u32| self.residency.has_lastingly(**index);
+        let (_, progress) = watch::channel(FillProgress {
+            state: FillState::CacheFull,
+            total_bytes: bytes(&mut chunks.iter()),
+            done_bytes: bytes(&mut chunks.iter().filter(is_here)),
+            failed_bytes: 0,
+        });
+        let (stop, _) = watch::channel(None);
+        Fill { progress, stop, task: tokio::spawn(async {}), _hold: None }
     }
 
     fn fill_chunks(

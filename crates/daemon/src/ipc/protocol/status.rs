@@ -104,10 +104,19 @@ impl HostCache {
     pub fn lacks_space(&self) -> Option<String> {
         let Self { limit, free, floor, .. } = self;
         (*limit < u64::from(burgeon_cache::CHUNK_LEN_MAX)).then(|| {
-            format!(
-                "no space: {free} bytes of its disk are free, it leaves {floor} free, and may take \
-                 {limit}"
-            )
+            let mib = |bytes: &u64| bytes >> 20;
+            match free <= floor {
+                true => format!(
+                    "{} MiB of its disk are free, and it leaves {} MiB free: free some space, or lower \
+                     that (`burgeon cache resize --keep-free SIZE`)",
+                    mib(free),
+                    mib(floor)
+                ),
+                false => format!(
+                    "it may take {limit} bytes, less than a chunk: raise its limit (`burgeon cache \
+                     resize SIZE`)"
+                ),
+            }
         })
     }
 }
