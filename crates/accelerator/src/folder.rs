@@ -11,6 +11,7 @@
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
+    io,
     os::unix::{fs::DirBuilderExt, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -79,12 +80,17 @@ impl CacheFolder {
     pub fn cache(&self) -> Result<PathBuf> {
         match fs::read_to_string(self.0.join("device")) {
             Ok(text) => Ok(text.lines().next().unwrap_or_default().into()),
-            Err(error) => {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let what = format!(
-                    "there is no cache {}: `burgeon accelerate create` makes one",
+                    "there is no cache {}: `burgeon accelerate status` lists those that there are, and \
+                     `burgeon accelerate create` makes one",
                     self.name()
                 );
-                Err(Error::with_source(ErrorKind::NotFound, what, error))
+                Err(Error::new(ErrorKind::NotFound, what))
+            }
+            Err(error) => {
+                let what = format!("cannot read the record of the cache {}", self.name());
+                Err(Error::io(what, error))
             }
         }
     }

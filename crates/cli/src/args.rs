@@ -369,8 +369,8 @@ pub(crate) struct Mount {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[arg(value_name = "true|false", hide_possible_values = true)]
     pub(crate) fill: Option<bool>,
-    /// Wait until all data is here, and serve it without a process: `burgeon let-go`
-    #[arg(long)]
+    /// Fetch all data, and let the mount go when it is here: `burgeon let-go`
+    #[arg(long, conflicts_with = "virtual_size")]
     pub(crate) let_go: bool,
     /// Profile to prefetch: the image's recorded one (auto), none, or that in a FILE of
     /// `burgeon record --output` [default: auto]

@@ -40,6 +40,9 @@ const THREADS_MAX: NonZeroUsize = NonZeroUsize::new(64).unwrap();
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("{text:?} is not a whole number with K, M, G, T, P or E behind it"));
+    }
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" | "B" => 0,
         "K" | "KIB" => 10,
@@ -50,9 +53,6 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         "E" | "EIB" => 60,
         unit => return Err(format!("{unit:?} is not a unit: use K, M, G, T, P or E")),
     };
-    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(format!("{digits:?} is not a whole number"));
-    }
     let number = digits.parse().ok().and_then(|number: u64| number.checked_mul(1 << shift));
     number.ok_or_else(|| format!("{text} is too much: at most {} bytes", u64::MAX))
 }

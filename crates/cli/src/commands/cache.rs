@@ -41,23 +41,24 @@ pub(crate) struct Cache {
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum CacheCommand {
-    /// Show its size, its limits, its admissions and evictions
+    /// Show the cache's size, limits, admissions and evictions
     Status,
-    /// Change its limits, now and for later daemons
+    /// Change the cache's limits, now and for later daemons
     Resize {
-        /// Most that it takes: a size, or a share of its disk
+        /// Maximum size of the cache: a size, or a share of its disk
         #[arg(value_name = "SIZE|PERCENT", value_parser = parse_amount)]
         limit: Option<CacheAmount>,
-        /// Space of its disk that it leaves free (at first 25%)
+        /// Space of its disk that the cache leaves free (at first 25%)
         #[arg(long, value_name = "SIZE|PERCENT", value_parser = parse_amount)]
         keep_free: Option<CacheAmount>,
-        /// Most that the chunks of an image or a store take, or none; may be given several times
+        /// Limit the cached data of an image or a store; `none` removes the limit; may be given several
+        /// times
         #[arg(long = "limit", value_name = "STORE|IMAGE=SIZE", value_parser = parse_limit)]
         limits: Vec<TypedLimit>,
     },
-    /// Free this much of it
+    /// Free SIZE bytes of cached data
     Evict {
-        /// The size
+        /// The bytes to free
         #[arg(value_parser = parse_size)]
         size: u64,
     },
@@ -66,7 +67,7 @@ pub(crate) enum CacheCommand {
         /// The image
         image: String,
     },
-    /// Read all of it, and forget what is damaged
+    /// Verify all cached data, and discard damaged chunks
     Scrub {
         /// Bytes a second
         #[arg(long, value_name = "SIZE", default_value_t = SCRUB_RATE, value_parser = parse_rate)]
@@ -137,8 +138,18 @@ fn say(command: &CacheCommand, answer: &CacheAnswer) {
     let CacheAnswer { bytes: done, chunks, cache, .. } = answer;
     match command {
         CacheCommand::Status => show(cache),
-        CacheCommand::Resize { .. } => println!("the cache {}", summary(cache)),
-        CacheCommand::Evict { .. } => println!("{} are free again", bytes(*done)),
+        CacheCommand::Resize { .. } => {
+            println!("the cache {}", summary(cache));
+            if let Some(why) = cache.lacks_space() {
+                println!("nothing is kept now: {why}");
+            }
+        }
+        CacheCommand::Evict { size } => {
+            println!("{} are free again", bytes(*done));
+            if done < size && cache.held > 0 {
+                println!("{} are pinned, and stay", bytes(cache.held));
+            }
+        }
         CacheCommand::Drop { image } => {
             let chunks = counted(*chunks, "chunk");
             println!("{chunks} of {image} left the cache: {}", bytes(*done));

@@ -26,7 +26,7 @@ pub(crate) const EXAMPLES: &str = "\
 Examples:
   burgeon disks               all disks; as root, with the drives' own figures
   burgeon disks sda nvme0n1
-  burgeon disks --json        for a timer: totals grow with each call
+  burgeon disks --json        run it from a timer: it accumulates totals
 
 The drives' own figures need smartctl, of smartmontools.";
 

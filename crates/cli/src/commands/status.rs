@@ -292,7 +292,11 @@ fn describe_errors(mount: &MountStatus, own: &Location) {
             "check the disk",
         ),
         (of_cache(|c| c.write_errors), "failed writes of the cache", "see `cache` above"),
-        (of_cache(|c| c.uncached_chunks), "chunks served and not kept", "see `cache` above"),
+        (
+            of_cache(|c| c.uncached_chunks),
+            "chunks served and not kept",
+            "the cache was full, or could not be written (`burgeon cache status`)",
+        ),
     ];
     let mut errors = errors.iter().filter(|(count, ..)| *count > 0).peekable();
     if errors.peek().is_none() {

@@ -39,7 +39,7 @@ pub(crate) use textfile::publish_and;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   burgeon metrics                                    print them once
-  burgeon metrics --listen 127.0.0.1:9876            serve them at /metrics; refused to root
+  burgeon metrics --listen 127.0.0.1:9876            serve them at /metrics; not available to root
   burgeon metrics --textfile /run/burgeon-metrics/burgeon.prom    for node_exporter
 
 docs/metrics.md describes each metric.";
