@@ -60,7 +60,7 @@ pub(crate) const QUICK: [&str; 53] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 89] = [
+const OTHERS: [&str; 91] = [
     "accelerated",
     "accelerated_units",
     "archives",
@@ -127,6 +127,7 @@ const OTHERS: [&str; 89] = [
     "profile",
     "push",
     "reboot",
+    "rebuilt",
     "remote",
     "rings",
     "roles",
@@ -146,6 +147,7 @@ const OTHERS: [&str; 89] = [
     "ublk_kill",
     "udev",
     "upgrade",
+    "upgrade_from",
     "virtual_area",
     "watch",
     "writes",
