@@ -176,16 +176,8 @@ pub const BUGS: &[Bug] = &[
         "holds may keep all of the cache",
         &[(
             "hold.rs",
-            "        if wanted > most {
-            break;",
-            "        if wanted > most && !BUG {
-            break;",
-        ), (
-            "hold.rs",
-            "    if wanted > most {
-        drop(release);",
-            "    if wanted > most && !BUG {
-        drop(release);",
+            "wanted > most && wanted > before;",
+            "wanted > most && wanted > before && !BUG;",
         )],
     ),
     bug(

@@ -147,6 +147,7 @@ mod tests {
         let mut cat = Command::new("cat");
         let mut child = cat.env("X", &made.folder).stdin(Stdio::piped()).spawn().unwrap();
         fs::write(made.folder.join("file"), "").unwrap();
+        assert!(wait_until(PATIENCE, || made.left().len() == 2), "{:?}", made.left());
         made.end();
         assert!(!made.folder.exists());
         assert!(!child.wait().unwrap().success());

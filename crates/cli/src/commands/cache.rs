@@ -51,8 +51,8 @@ pub(crate) enum CacheCommand {
         /// Space of its disk that the cache leaves free (at first 25%)
         #[arg(long, value_name = "SIZE|PERCENT", value_parser = parse_amount)]
         keep_free: Option<CacheAmount>,
-        /// Limit the cached data of an image or a store; `none` removes the limit; may be given several
-        /// times
+        /// Limit the cached data of an image or a store; `none` removes the limit; may be given
+        /// several times
         #[arg(long = "limit", value_name = "STORE|IMAGE=SIZE", value_parser = parse_limit)]
         limits: Vec<TypedLimit>,
     },
