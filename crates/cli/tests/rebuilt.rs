@@ -145,7 +145,8 @@ fn two_images_fetch_what_they_share_once() {
         [&status["read"]["fetched"], &status["shared"]].map(|it| it.as_u64().unwrap());
     assert_eq!(came, before + more, "{status}");
     let common = 18 * LEN as u64;
-    assert!((common * 9 / 10..=common).contains(&shared), "{shared} of {common}");
+    // A chunk whose place was lost is found a second time.
+    assert!((common * 9 / 10..=common * 11 / 10).contains(&shared), "{shared} of {common}");
     // A server that takes over finds the kept chunks.
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
     drop_caches();
