@@ -18,12 +18,13 @@ use std::{
     fs::{self, File},
     io::{self, Seek, SeekFrom},
     os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    panic::resume_unwind,
     path::{Path, PathBuf},
     sync::{
         Condvar, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
-    thread,
+    thread::{self, ScopedJoinHandle},
     time::Duration,
 };
 
@@ -365,9 +366,11 @@ fn copy_pieces(
         // A read of a device whose daemon has died waits for the next one, and cannot be killed.
         scope.spawn(|| keep_daemon(state, &ended));
         let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().for_each(|thread| drop(thread.join()));
+        let copied: Vec<_> = threads.into_iter().map(ScopedJoinHandle::join).collect();
         *ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         ended.1.notify_all();
+        // Not before, because the scope waits for the other thread, too.
+        copied.into_iter().for_each(|thread| thread.unwrap_or_else(|panic| resume_unwind(panic)));
     });
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
