@@ -19,7 +19,7 @@ mod sync {
     pub(crate) const SEGMENT: usize = 64;
 }
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use burgeon_cache::{ChunkKey, Place};
 use index::KeyIndex;
@@ -145,6 +145,21 @@ fn shuttle_finds_a_chunk_that_is_found_early() {
     find_while_admitted(How::FoundEarly);
 }
 
+/// Looks three times: the place `first` of chunk 1, and those of `chunks`, give their own chunk,
+/// zeros, or nothing.
+fn look_at(cell: &Cell, first: Place, chunks: Range<u64>) {
+    for _ in 0..3 {
+        let read = cell.read(first);
+        assert!(matches!(read, None | Some(0 | 1)), "{read:?}");
+        for n in chunks.clone() {
+            if let Some(place) = cell.find(n) {
+                let read = cell.read(place);
+                assert!(read.is_none_or(|read| read == 0 || read == n), "{n}: {read:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_place_reads_its_chunk_or_zeros_or_nothing() {
     shuttle::check_random(
@@ -160,16 +175,7 @@ fn a_place_reads_its_chunk_or_zeros_or_nothing() {
                     cell.admit(3).unwrap();
                 })
             };
-            for _ in 0..3 {
-                let read = cell.read(first);
-                assert!(matches!(read, None | Some(0 | 1)), "{read:?}");
-                for n in 1..4 {
-                    if let Some(place) = cell.find(n) {
-                        let read = cell.read(place);
-                        assert!(read.is_none_or(|read| read == 0 || read == n), "{n}: {read:?}");
-                    }
-                }
-            }
+            look_at(&cell, first, 1..4);
             changes.join().unwrap();
             assert_eq!(cell.read(first), None, "a stale place");
             assert_eq!(cell.read(cell.find(3).unwrap()), Some(3));
@@ -202,16 +208,7 @@ fn a_reader_beside_an_eviction_and_an_admission_gets_its_chunk_or_none() {
                     false
                 })
             };
-            for _ in 0..3 {
-                let read = cell.read(first);
-                assert!(matches!(read, None | Some(0 | 1)), "{read:?}");
-                for n in 1..3 {
-                    if let Some(place) = cell.find(n) {
-                        let read = cell.read(place);
-                        assert!(read.is_none_or(|read| read == 0 || read == n), "{n}: {read:?}");
-                    }
-                }
-            }
+            look_at(&cell, first, 1..3);
             evicts.join().unwrap();
             assert_eq!(cell.read(first), None, "a stale place");
             if admits.join().unwrap() {

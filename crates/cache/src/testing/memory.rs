@@ -53,7 +53,7 @@ impl MemoryStore {
         Self::with_policy(limit, Box::new(Clock::default()))
     }
 
-    /// How often a chunk was looked for.
+    /// Lookups of chunks so far.
     pub fn finds(&self) -> u64 {
         self.lock().finds
     }

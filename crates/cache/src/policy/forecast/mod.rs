@@ -17,9 +17,10 @@
 //!
 //! Time is counted in bytes used, and a *turn* is as many as the cache holds.
 //!
-//! What was learnt says nothing about a scan that has just begun. So new chunks, used once at most,
-//! take the place of others only up to a fifth of the cache; beyond, they push out each other. And
-//! the first use of a byte counts half, so that chunks in use do not age while others are scanned.
+//! The learnt hazards say nothing about a scan that has just begun. So new chunks, used once at
+//! most, take the place of others only up to a fifth of the cache; beyond, they push out each other.
+//! And the first use of a byte counts half, so that chunks in use do not age while others are
+//! scanned.
 //!
 //! Invariants, held by `tests/policy.rs`:
 //! - A victim is stored; a slot that was passed over is not offered again while others are left.
@@ -136,6 +137,10 @@ impl Slot {
     fn age(self, now: u16) -> u16 {
         now.wrapping_sub(self.at)
     }
+}
+
+fn is_unread(slots: &[Slot], slot: u32) -> bool {
+    slots.get(slot as usize).is_some_and(|it| it.is_stored() && it.uses() == 0)
 }
 
 fn more(uses: u32) -> u32 {
@@ -311,7 +316,8 @@ impl ChunkPolicy for Forecast {
         self.stored_units += u64::from(units);
         self.new += usize::from(self.slots[slot as usize].is_new());
         if uses == 0 {
-            self.unread.came(slot, units);
+            let Self { unread, slots, .. } = self;
+            unread.came(slot, units, |slot| is_unread(slots, slot));
         }
         self.visit();
     }
@@ -376,9 +382,8 @@ impl ChunkPolicy for Forecast {
             self.slots[slot as usize].state |= PASSED;
         }
         let Self { unread, slots, .. } = self;
-        let is_unread =
-            |slot: u32| slots.get(slot as usize).is_some_and(|it| it.is_stored() && it.uses() == 0);
-        self.offered = unread.next_owed(is_unread).or_else(|| self.worst());
+        let owed = unread.next_owed(|slot| is_unread(slots, slot));
+        self.offered = owed.or_else(|| self.worst());
         self.offered
     }
 }

@@ -8,7 +8,7 @@
 //! Invariant: no more is owed than is unread, so a prefetched chunk never pushes out one that was
 //! read (`tests/policy.rs`).
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
 /// Entries of slots that have other chunks by now, beyond which they are looked for.
 const STALE_MAX: usize = 1024;
@@ -24,10 +24,15 @@ pub(super) struct Unread {
 
 impl Unread {
     /// A chunk of `units` came into `slot`.
-    pub(super) fn came(&mut self, slot: u32, units: u32) {
+    pub(super) fn came(&mut self, slot: u32, units: u32, is_unread: impl Fn(u32) -> bool) {
         self.queue.push_back(slot);
         self.chunks += 1;
         self.units += u64::from(units);
+        if self.queue.len() > 2 * self.chunks + STALE_MAX {
+            // A slot may have been given to several chunks, one after another.
+            let mut known = HashSet::new();
+            self.queue.retain(|slot| is_unread(*slot) && known.insert(*slot));
+        }
     }
 
     /// One was evicted.
@@ -53,9 +58,6 @@ impl Unread {
 
     /// The slot that goes next for a prefetched chunk; `None` if nothing is owed.
     pub(super) fn next_owed(&mut self, is_unread: impl Fn(u32) -> bool) -> Option<u32> {
-        if self.queue.len() > 2 * self.chunks + STALE_MAX {
-            self.queue.retain(|slot| is_unread(*slot));
-        }
         while self.owed > 0 {
             let slot = self.queue.pop_front()?;
             if is_unread(slot) {
