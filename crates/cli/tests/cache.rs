@@ -87,6 +87,8 @@ fn users_see_and_change_the_cache() {
     let evicted = cache(&burgeon, &["evict", "4M"]);
     assert!(evicted["bytes"].as_u64() >= Some(4 << 20), "{evicted}");
     cache(&burgeon, &["resize", "8M"]);
+    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    assert!(log.contains("the cache has done as told"), "{log}");
     assert!(shown(&burgeon, "used") <= 8 << 20 && shown(&burgeon, "limit") == 8 << 20);
     drop_caches();
     assert_same(&tree, &at);

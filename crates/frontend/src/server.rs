@@ -355,12 +355,8 @@ impl<D: BlockDevice, A: Changes<D>> Worker<D, A> {
             control.slots.clear(slot);
             return Handled::Answered;
         };
-        let asks = |of: fn(&engine::Request) -> bool| match &request.operation {
-            Operation::Device(request) => of(request),
-            _ => false,
-        };
-        let write = asks(|request| matches!(request, engine::Request::Write { .. }));
-        let read = asks(|request| matches!(request, engine::Request::Read { .. }));
+        let write = matches!(request.operation, Operation::Device(engine::Request::Write { .. }));
+        let read = matches!(request.operation, Operation::Device(engine::Request::Read { .. }));
         // The bytes of a write went with the server that had read them.
         if tried < REPLAYS_MAX && !(A::WRITABLE && write) {
             return self.handle(slot, reader, Arrival::replayed());

@@ -203,7 +203,7 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     assert!(read().unwrap() == unpacked);
 }
 
-/// Whoever knows the digest of a layer that this host has from elsewhere does not get its bytes.
+/// The digest of a layer that this host has from elsewhere does not give its bytes.
 #[test]
 fn a_stored_layer_is_read_only_for_images_whose_list_names_it() {
     let folder = tempfile::tempdir().unwrap();

@@ -67,14 +67,13 @@ impl Supervisor {
             CacheOrder::Evict { bytes } => bytes,
             _ => 0,
         };
-        let told = format!("{order:?}");
-        let changes = !matches!(order, CacheOrder::Show);
+        let change = (!matches!(order, CacheOrder::Show)).then(|| format!("{order:?}"));
         let Some((answer, failure)) = self.ordered(order, client) else { return Err(no_server()) };
         if let Some(failure) = failure {
             return Err(failure.into());
         }
-        if changes {
-            tracing::info!(order = told, bytes = answer.bytes, "the cache has done as told");
+        if let Some(order) = change {
+            tracing::info!(order, bytes = answer.bytes, "the cache has done as told");
         }
         let mut freed = dropped.map_or(Ok(0), |image| complete::forget(&self.state, &image))?;
         // Chunks go first: those that are read again come back one by one.

@@ -64,8 +64,7 @@ impl StoredLayers {
             };
             self.objects.get_or_init(|| objects);
         }
-        let mut objects = self.objects.get().into_iter().flatten();
-        Ok(objects.nth(number as usize).cloned())
+        Ok(self.objects.get().and_then(|objects| objects.get(number as usize)).cloned())
     }
 }
 

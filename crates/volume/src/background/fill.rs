@@ -134,14 +134,12 @@ where
 
     /// A fill that has ended before it began, because the cache cannot keep all of `chunks`.
     fn refused_fill(&self, chunks: &[u32]) -> Fill {
-        let bytes = |chunks: &mut dyn Iterator<Item = &u32>| {
-            chunks.map(|index| self.map.chunk(*index).range.len()).sum()
-        };
+        let len = |index: &u32| self.map.chunk(*index).range.len();
         let is_here = |index: &&u32| self.residency.has_lastingly(**index);
         let (_, progress) = watch::channel(FillProgress {
             state: FillState::CacheFull,
-            total_bytes: bytes(&mut chunks.iter()),
-            done_bytes: bytes(&mut chunks.iter().filter(is_here)),
+            total_bytes: chunks.iter().map(len).sum(),
+            done_bytes: chunks.iter().filter(is_here).map(len).sum(),
             failed_bytes: 0,
         });
         let (stop, _) = watch::channel(None);
