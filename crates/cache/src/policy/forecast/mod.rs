@@ -18,9 +18,9 @@
 //! Time is counted in bytes used, and a *turn* is as many as the cache holds.
 //!
 //! The learnt hazards say nothing about a scan that has just begun. So new chunks, used once at
-//! most, take the place of others only up to a fifth of the cache; beyond, they push out each other.
-//! And the first use of a byte counts half, so that chunks in use do not age while others are
-//! scanned.
+//! most, take the place of others only up to a fifth of the cache; beyond, they push out each
+//! other. And the first use of a byte counts half, so that chunks in use do not age while others
+//! are scanned.
 //!
 //! Invariants, held by `tests/policy.rs`:
 //! - A victim is stored; a slot that was passed over is not offered again while others are left.
