@@ -115,8 +115,9 @@ pub(super) fn status(context: &Context, name: Option<&str>) -> Result<ExitCode> 
             text(&cache["name"]) == name || has(&cache["devices"]) || has(&cache["absent_dirty"])
         });
         if caches.is_empty() {
-            let what =
-                format!("no cache and no device is called {name}: `burgeon accelerate status`");
+            let what = format!(
+                "no cache and no device is called {name}: `burgeon accelerate status` lists them"
+            );
             return Err(Error::new(ErrorKind::NotFound, what).into());
         }
     }
