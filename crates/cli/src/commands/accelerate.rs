@@ -69,10 +69,10 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, value_name = "DEVICE|FILE")]
         cache: PathBuf,
         /// Size of a new file
-        #[arg(long, value_parser = parse_size)]
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         size: Option<u64>,
         /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
-        #[arg(long, value_parser = parse_size)]
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         log_size: Option<u64>,
         /// Overwrite a file system, a partition table or another cache
         #[arg(long)]
@@ -99,7 +99,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(|(_, name)| name)))]
         policy: Option<String>,
         /// Let sequential requests bypass the cache from this length on; off for never
-        #[arg(long, default_value = "4M", value_parser = parse_cutoff)]
+        #[arg(long, value_name = "SIZE|off", default_value = "4M", value_parser = parse_cutoff)]
         sequential_cutoff: u64,
         /// Keep cached content: nothing else has written to the slow device since it was detached
         #[arg(long)]

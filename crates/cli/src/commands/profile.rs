@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{Context, named, record};
 use crate::{
     args::ProfileCommand,
-    output::{self, bytes},
+    output::{self, bytes, counted},
 };
 
 pub(super) fn profile(context: &Context, command: ProfileCommand) -> Result<ExitCode> {
@@ -81,7 +81,8 @@ fn show(context: &Context, name: &str) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    println!("image {}, {} runs, {}", profile.image, profile.runs, bytes(profile.bytes()));
+    let runs = counted(profile.runs.into(), "run");
+    println!("image {}, {runs}, {}", profile.image, bytes(profile.bytes()));
     let mut out = BufWriter::new(io::stdout().lock());
     output::note(profile.reads.iter().try_for_each(|read| {
         write!(out, "{:>12} {:>10}  ", read.offset, read.len)?;

@@ -9,7 +9,7 @@ use burgeon_daemon::{
     doctor::mounts_without_daemon,
     kept_profile,
     protocol::{
-        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
+        AreaStatus, CACHE_FULL, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
         ReadStatus, WritesState,
     },
     was_recorded,
@@ -132,6 +132,10 @@ fn describe(mount: &MountStatus, own: &Location) {
         let state = match (fill.state.as_str(), fill.failed_bytes) {
             ("done", 0) => "complete, the store is no longer needed",
             (OVER_LIMIT, _) => "stopped by the fetch limit",
+            (CACHE_FULL, _) => {
+                "the cache is full; the rest is fetched when it is read, or at the next mount if \
+                 `burgeon cache resize` makes room"
+            }
             (state, _) => state,
         };
         println!("  fill       {state}: {done} of {total}{failed}");
