@@ -208,6 +208,7 @@ fn read_checkpoint(shared: &Shared, number: u64, each: &mut impl FnMut(&[Record]
     // A length alone claims nothing: the file may be one hole.
     let entries = (len.min(taken) / checkpoint::ENTRY as u64).min(SLOTS_MAX.into());
     shared.index.reserve(entries as usize);
+    lock(&shared.admin).policy.expect(entries as usize);
     let mut group = Vec::with_capacity(checkpoint::GROUP);
     read_parts(&*file, header.len() as u64, len, |part| {
         let mut used = 0;

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 53] = [
+pub(crate) const QUICK: [&str; 54] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -43,6 +43,7 @@ pub(crate) const QUICK: [&str; 53] = [
     "records",
     "registry",
     "repeated",
+    "restart",
     "rooms",
     "roundtrip",
     "shared_keys",

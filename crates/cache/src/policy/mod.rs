@@ -34,6 +34,11 @@ pub enum Pressure {
 
 /// Chooses what is evicted and what is admitted.
 pub trait ChunkPolicy: Send {
+    /// About so many chunks are inserted next, when the store starts.
+    fn expect(&mut self, chunks: usize) {
+        let _ = chunks;
+    }
+
     /// True if the chunk is worth the eviction of others. Not asked while there is room.
     fn admit(&mut self, key_hash: u64, bytes: u32, why: Why, pressure: Pressure) -> bool;
 

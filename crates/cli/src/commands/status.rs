@@ -9,8 +9,8 @@ use burgeon_daemon::{
     doctor::mounts_without_daemon,
     kept_profile,
     protocol::{
-        AreaStatus, CACHE_FULL, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
-        ReadStatus, WritesState,
+        AreaStatus, CACHE_FULL, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT,
+        ProfileStatus, ReadStatus, WritesState,
     },
     was_recorded,
 };

@@ -59,6 +59,8 @@ impl Ghosts {
         let wanted = count / WAYS * WAYS;
         let now = self.entries.len();
         if wanted > now + now / 4 || wanted < now / 2 {
+            // Not both at once: they are megabytes.
+            self.entries = Vec::new();
             self.entries = vec![Entry::default(); wanted];
         }
     }

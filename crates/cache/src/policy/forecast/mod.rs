@@ -26,7 +26,7 @@
 //! - A victim is stored; a slot that was passed over is not offered again while others are left.
 //! - A scan costs little of later hits.
 //! - Prefetched chunks push out only those that nobody has read: what they owe is evicted first.
-//! - At most 14 bytes a chunk: 8 a slot (with an eighth of slack), 4 a ghost.
+//! - At most 13 bytes a chunk: 8 a slot (with a sixteenth of slack), 4 a ghost.
 
 mod ghosts;
 mod hazards;
@@ -238,6 +238,10 @@ impl Forecast {
 
     /// Counts the cells of the next few slots and ghosts. After the last one, the hazards learn.
     fn visit(&mut self) {
+        // No time has passed in which they could have been used: the store starts.
+        if self.used_bytes == 0 {
+            return;
+        }
         let now = self.now();
         let mean = self.stored_units as f64 / self.stored.max(1) as f64 * f64::from(UNIT);
         for _ in 0..CENSUS {
@@ -274,11 +278,11 @@ impl Forecast {
         self.ghosts.fit(self.stored);
     }
 
-    /// Slots grow by an eighth, not by doubling: they are most of the policy's memory.
+    /// Slots grow by a sixteenth, not by doubling: they are most of the policy's memory.
     fn grow(&mut self, slot: u32) {
         let wanted = slot as usize + 1;
         if wanted > self.slots.capacity() {
-            self.slots.reserve_exact(wanted + wanted / 8 + 64 - self.slots.len());
+            self.slots.reserve_exact(wanted + wanted / 16 + 64 - self.slots.len());
         }
         if wanted > self.slots.len() {
             self.slots.resize(wanted, Slot::default());
@@ -287,6 +291,11 @@ impl Forecast {
 }
 
 impl ChunkPolicy for Forecast {
+    fn expect(&mut self, chunks: usize) {
+        self.slots.reserve_exact(chunks.saturating_sub(self.slots.len()));
+        self.ghosts.fit(chunks);
+    }
+
     /// A chunk that was read is admitted if it is worth more than the one that would go. Prefetched
     /// chunks only push out each other, and a fill pushes out nothing.
     fn admit(&mut self, key_hash: u64, bytes: u32, why: Why, pressure: Pressure) -> bool {
