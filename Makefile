@@ -125,6 +125,9 @@ bench-ublk: build
 	LAB_TIMEOUT=3600 LAB_MEMORY_MB=4096 dev/lab/run 6.12 "$$(realpath $(TARGET))/release/xtask" bench \
 		--only ublk,ublk-queues --burgeon "$$(realpath $(TARGET))/release/burgeon" \
 		--rublk "$$(realpath $(TARGET))/tools/bin/rublk" --file-mib 256 --seconds 1 $(BENCH)
+	LAB_INIT=systemd LAB_DISK_MB=4096 LAB_TIMEOUT=1800 LAB_MEMORY_MB=4096 dev/lab/run 6.12 \
+		"$$(realpath $(TARGET))/release/xtask" bench --only disk --disk /lab-disk \
+		--burgeon "$$(realpath $(TARGET))/release/burgeon" --file-mib 256 --seconds 1 $(BENCH)
 
 bench-cache:
 	dev/need $(BUILD_NEEDS)

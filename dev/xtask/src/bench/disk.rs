@@ -1,7 +1,8 @@
 //! 4 KiB random reads of cached data where the cache lies on a disk, beside btrfs on a loop device
 //! on a file of the same disk.
 //!
-//! Direct I/O on both sides, so that the disk answers each read.
+//! Direct I/O on both sides, so that the disk answers each read. Over FUSE, and over what else this
+//! kernel has: FUSE's rings, ublk (`make bench-ublk`).
 
 use std::{fs, process};
 
@@ -14,6 +15,7 @@ use super::{
     peers,
     reads::{FILE, Target, Way, materialise, random_file, ratios, take_turns},
     table::{Aim, Table},
+    ublk::load_driver,
 };
 
 /// Against a device without a server.
@@ -51,11 +53,23 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     if is_fast {
         targets.push(fast.join(FILE));
     }
+    let ublk = bench.path("disk-ublk");
+    let has_ublk = load_driver().is_ok();
+    if has_ublk {
+        burgeon.mount_over("image", &ublk, "ublk")?;
+        targets.push(ublk.join(FILE));
+    }
+    let ublk_target = targets.len() - 1;
     let targets: Vec<_> = targets.into_iter().map(Target::from).collect();
     let rates = take_turns(bench, &WAYS, &targets)?;
     drop(plain);
-    burgeon.umount(&at)?;
     let peer = "btrfs on a direct-I/O loop on the same disk";
+    if has_ublk {
+        burgeon.umount(&ublk)?;
+        let what = format!("The same over ublk ÷ {peer}");
+        ratios(table, what, &WAYS, &rates, (ublk_target, 1), |way| Aim::AtLeast(way.aim));
+    }
+    burgeon.umount(&at)?;
     let what = format!("A hit in a cache on a disk, over FUSE ÷ {peer}");
     ratios(table, what, &WAYS, &rates, (0, 1), |way| Aim::AtLeast(way.aim));
     if is_fast {

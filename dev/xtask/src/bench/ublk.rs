@@ -65,7 +65,7 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     }
 }
 
-fn load_driver() -> Result<()> {
+pub(super) fn load_driver() -> Result<()> {
     let _ = run("modprobe", &["-q", "ublk_drv"]);
     let there = Path::new("/dev/ublk-control").exists();
     ensure!(there, "this kernel has no ublk: run it in the lab (make bench-ublk)");
