@@ -8,7 +8,7 @@ use std::{
 
 use bytes::Bytes;
 
-use crate::{ByteRange, Error, ErrorKind, ObjectId, Result};
+use crate::{ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 
 /// Distinguishes the states of a local file without reading it. The device number is not part of
 /// it: it may change at a reboot, while another file has another inode or another change time,
@@ -57,6 +57,17 @@ pub trait BlockSource: Send + Sync {
         _buf: &mut [u8],
     ) -> Option<Result<()>> {
         None
+    }
+
+    /// The identity of the bytes of `range` of an object of which [`Self::read`] itself verifies
+    /// every byte: ranges with equal identities have equal bytes, whatever their objects are.
+    /// `None` if it does not verify them.
+    fn identity(
+        &self,
+        _object: &ObjectId,
+        _range: ByteRange,
+    ) -> impl Future<Output = Result<Option<Digest>>> + Send {
+        std::future::ready(Ok(None))
     }
 
     /// Bytes that [`Self::read`] would have to fetch from the origin, as far as is known; bytes

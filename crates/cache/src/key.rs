@@ -57,8 +57,9 @@ impl Domain {
 pub enum KeyKind {
     /// The unpacked bytes of the chunk: a digest of ours.
     Chunk = 1,
-    /// The parts that a table of contents gives: digest of the derived object, and range.
-    Derived = 2,
+    /// The parts of pieces that a table of contents has digests of. The number 2 stood for them
+    /// before a seal followed the bytes.
+    Verified = 3,
 }
 
 #[cfg(test)]
@@ -73,7 +74,7 @@ mod tests {
         let others = [
             ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, b"digest"),
             ChunkKey::new(&Domain::of(b"b"), KeyKind::Chunk, b"digest"),
-            ChunkKey::new(&a, KeyKind::Derived, b"digest"),
+            ChunkKey::new(&a, KeyKind::Verified, b"digest"),
             ChunkKey::new(&a, KeyKind::Chunk, b"digesT"),
         ];
         assert!(others.iter().all(|other| *other != key));

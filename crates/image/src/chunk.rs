@@ -37,8 +37,16 @@ pub struct Chunk {
     pub stored: ByteRange,
     /// Encoding of the stored bytes.
     pub codec: Codec,
-    /// BLAKE3 of the raw bytes (all `range.len()` of them); zeros for [`Codec::Verified`].
+    /// BLAKE3 of the raw bytes (all `range.len()` of them). Of [`Codec::Verified`] the identity that
+    /// the object gives the stored range, or zeros if the image was made by an earlier version.
     pub digest: Digest,
+}
+
+impl Chunk {
+    /// True if nothing here identifies the bytes: only the object's table does.
+    pub fn lacks_identity(&self) -> bool {
+        self.codec == Codec::Verified && self.digest.as_bytes() == &[0; Digest::LEN]
+    }
 }
 
 /// Decodes the stored bytes of a chunk into `raw`, whose length is the chunk's (`range.len()`),

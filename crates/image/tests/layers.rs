@@ -12,7 +12,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
-    Manifest, ManifestLimits, Wanted,
+    ChunkEntry, Codec, Manifest, ManifestLimits, Wanted,
     builder::{self, BuildReport, FilePart, Layer, LayerLimits, Layers, Listed, Origin},
 };
 
@@ -85,7 +85,8 @@ fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
     let described = (0..).zip(layers);
     let described = described.map(|(number, bytes)| all.describe(&bytes[..], number, &options()));
     let data = Mutex::default();
-    let object = |origins: &[Origin], len: u64| {
+    let object = |origins: &[Origin], chunks: &mut [ChunkEntry]| {
+        let len = chunks.iter().map(ChunkEntry::len).sum::<u64>();
         let mut bytes = vec![0; len as usize];
         for Origin { at, layer, offset, len } in origins.iter().copied() {
             let (to, from, len) = (at as usize, offset as usize, len as usize);
@@ -344,7 +345,8 @@ fn list_layers_in(
     let all = Layers::new(LayerLimits { unpacked: 40_000_000, ..LayerLimits::default() });
     let layers = vec![all.list(files, 0, &options())?, all.describe(above, 1, &options())?];
     let data = Mutex::default();
-    let object = |origins: &[Origin], len: u64| {
+    let object = |origins: &[Origin], chunks: &mut [ChunkEntry]| {
+        let len = chunks.iter().map(ChunkEntry::len).sum::<u64>();
         let mut object = vec![0; len as usize];
         for Origin { at, layer, offset, len } in origins.iter().copied() {
             let (to, from, len) = (at as usize, offset as usize, len as usize);

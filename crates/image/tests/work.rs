@@ -15,7 +15,10 @@ use std::{
 };
 
 use burgeon_block::{Digest, MemoryMeter, ObjectId, Result};
-use burgeon_image::builder::{self, LayerLimits, Layers};
+use burgeon_image::{
+    ChunkEntry,
+    builder::{self, LayerLimits, Layers},
+};
 use common::{
     archives::{header, seal},
     *,
@@ -111,8 +114,9 @@ fn layer(path: &Path) -> Result<u64> {
     let (_folder, store) = store();
     let layers = Layers::new(LayerLimits::default());
     let description = layers.describe(opened(path, &layers), 0, &options())?;
-    let object =
-        |_: &[builder::Origin], _| ObjectId::new(format!("derived/{}", Digest::of(b"no object")));
+    let object = |_: &[builder::Origin], _: &mut [ChunkEntry]| {
+        ObjectId::new(format!("derived/{}", Digest::of(b"no object")))
+    };
     builder::describe_layers(&store, "input", vec![description], &options(), &object)
         .map(|report| report.image.inodes)
 }

@@ -118,6 +118,14 @@ impl Pieces {
         })
     }
 
+    /// The pieces that hold a byte of `range` of the unpacked layer, each with its start there.
+    pub(crate) fn overlapping(&self, range: ByteRange) -> impl Iterator<Item = (u64, &Piece)> {
+        let first = self.starts.partition_point(|start| *start <= range.start());
+        let starts = self.starts.iter().copied().zip(&self.pieces);
+        let inside = starts.skip(first.saturating_sub(1));
+        inside.take_while(move |(start, _)| *start < range.end())
+    }
+
     fn of_span(&self, index: u32) -> std::ops::Range<usize> {
         let first = |span: usize| self.spans.get(span).map_or(self.pieces.len(), |at| *at as usize);
         first(index as usize)..first(index as usize + 1)

@@ -9,7 +9,7 @@
 //! overlap, and lie within the object and within their unpacked layer; places and pieces are in
 //! order and within their layer, and no span is longer than `SPAN_MAX`; windows lie in the table.
 
-use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, MemoryMeter, Result};
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
     little_endian::{U32, U64},
@@ -326,7 +326,34 @@ impl Table {
         let rest = &self.stretches[first..];
         &rest[..rest.partition_point(|stretch| stretch.at < range.end())]
     }
+
+    /// The identity of the bytes of `range` of the object: the same in every table in which the
+    /// same parts of pieces with the same digests lie at the same offsets of a range of this
+    /// length. `None` if a byte is of a layer without pieces, which no digest here is of.
+    pub fn identity(&self, range: ByteRange) -> Option<Digest> {
+        let mut hasher = blake3::Hasher::new_derive_key(IDENTITY);
+        hasher.update(&range.len().to_le_bytes());
+        for stretch in self.stretches(range) {
+            let pieces = self.layers.get(stretch.layer as usize)?.restarts.pieces.as_ref()?;
+            let (from, until) = (stretch.at.max(range.start()), stretch.end().min(range.end()));
+            // The decoder has checked that a stretch lies within its layer.
+            let offset = stretch.offset + (from - stretch.at);
+            let wanted = ByteRange::at(offset, until - from)?;
+            for (start, piece) in pieces.overlapping(wanted) {
+                let part = ByteRange::at(start, piece.len.into())?.intersect(wanted)?;
+                let at = from - range.start() + (part.start() - offset);
+                for number in [at, part.len(), part.start() - start] {
+                    hasher.update(&number.to_le_bytes());
+                }
+                hasher.update(&piece.digest);
+            }
+        }
+        Some(hasher.finalize().into())
+    }
 }
+
+/// BLAKE3's context for [`Table::identity`].
+const IDENTITY: &str = "burgeon 2026 identity of a range of pieces";
 
 const CANNOT: &str = "the table of a derived object is invalid";
 

@@ -14,7 +14,7 @@ use std::{collections::HashSet, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
-    Manifest, ManifestLimits,
+    ChunkEntry, Codec, Manifest, ManifestLimits,
     builder::{self, BuildReport, Origin},
     catalog::{self, ImageRecord, NameForm, NamedPart, OciName, ReservedName},
 };
@@ -148,10 +148,10 @@ fn make(
         Err(error) => return Ok(Err(error)),
     };
     let layers = || resolved.manifest.layers.iter();
-    let object = |origins: &[Origin], object_len: u64| {
+    let object = |origins: &[Origin], chunks: &mut [ChunkEntry]| {
         let table = Table {
             image: resolved.digest.bytes(),
-            object_len,
+            object_len: chunks.last().map_or(0, |last| last.stored.end()),
             layers: layers()
                 .zip(&restarts)
                 .map(|(layer, restarts)| TableLayer {
@@ -161,6 +161,9 @@ fn make(
                 .collect(),
             stretches: stretches(origins),
         };
+        for chunk in chunks.iter_mut().filter(|chunk| chunk.codec == Codec::Verified) {
+            chunk.digest = table.identity(chunk.stored).ok_or_else(unlisted)?;
+        }
         let object = publish_table(store, &table.encode()?, at)?;
         // If all layers have a TOC, none is stored.
         if keep.is_some() && tocs.is_none_or(|tocs| tocs.used() < restarts.len()) {
@@ -238,6 +241,10 @@ pub(crate) fn remove_unneeded_layers(own: &Directory, blobs: &Blobs, resolved: &
         Ok(())
     };
     let _ = remove();
+}
+
+fn unlisted() -> Error {
+    Error::new(ErrorKind::Corrupt, "a layer that was not read has no table of contents")
 }
 
 /// Joins adjacent origins.

@@ -37,7 +37,7 @@ use std::{future::Future, sync::OnceLock};
 use std::sync::Arc;
 
 use burgeon_block::{
-    BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, ObjectKind, Result,
+    BlockSource, ByteRange, Digest, Error, ErrorKind, FileIdentity, ObjectId, ObjectKind, Result,
 };
 use bytes::Bytes;
 use tokio::runtime::Runtime;
@@ -146,6 +146,14 @@ impl BlockSource for Objects {
         match object.is(ObjectKind::Computed) {
             true => Computed.read_now(object, range, buf),
             false => None,
+        }
+    }
+
+    async fn identity(&self, object: &ObjectId, range: ByteRange) -> Result<Option<Digest>> {
+        self.check_reference(object)?;
+        match object.is(ObjectKind::Derived) {
+            true => self.derived.identity(object, range).await,
+            false => Ok(None),
         }
     }
 

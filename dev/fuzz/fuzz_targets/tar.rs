@@ -8,7 +8,10 @@ use std::io::{Cursor, Read};
 
 use burgeon_block::{ObjectId, Result};
 use burgeon_fuzz::{Oblivion, options, seal};
-use burgeon_image::builder::{self, BuildOptions, Layer, LayerLimits, Layers, Origin};
+use burgeon_image::{
+    ChunkEntry,
+    builder::{self, BuildOptions, Layer, LayerLimits, Layers, Origin},
+};
 use libfuzzer_sys::fuzz_target;
 
 /// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
@@ -81,7 +84,9 @@ fn layers(layers: &[Vec<u8>; 2], options: &BuildOptions) {
         let layer =
             |(number, bytes): (u32, &Vec<u8>)| described.describe(&bytes[..], number, options);
         let layers = (0..).zip(layers).map(layer).collect::<Result<Vec<_>>>()?;
-        let object = |_: &[Origin], _| ObjectId::new(format!("derived/{}", "0".repeat(64)));
+        let object = |_: &[Origin], _: &mut [ChunkEntry]| {
+            ObjectId::new(format!("derived/{}", "0".repeat(64)))
+        };
         builder::describe_layers(&Oblivion, "x", layers, options, &object)
     };
     match (build(), describe()) {

@@ -63,17 +63,14 @@ impl Model {
                 _ if verified && object == 0 => (Codec::Verified, raw.clone()),
                 _ => (Codec::Raw, raw[..stored_len(&raw)].to_vec()),
             };
-            let digest = match codec {
-                Codec::Verified => Digest::from([0; Digest::LEN]),
-                _ => Digest::of(&raw),
-            };
             let start = stored[object].len() as u64;
             entries.push(ChunkEntry {
                 blocks,
                 object: object as u32,
                 stored: range(start, pack.len() as u64),
                 codec,
-                digest,
+                // Of a verified chunk the identity that the source gives it.
+                digest: Digest::of(&raw),
             });
             let is_slandered = slanders && object == 0 && !verified && of_content.below(2) == 0;
             if is_slandered {

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{BlockSource, ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use testkit::Rng;
@@ -280,5 +280,11 @@ impl BlockSource for FaultySource {
         state.deliver(object, range, &answer);
         drop(state);
         answer
+    }
+
+    async fn identity(&self, object: &ObjectId, range: ByteRange) -> Result<Option<Digest>> {
+        let state = self.state();
+        let is_verified = state.map.lacks_checksums() && object.as_str() != THROUGH;
+        Ok(state.good(object, range).filter(|_| is_verified).map(|bytes| Digest::of(&bytes)))
     }
 }

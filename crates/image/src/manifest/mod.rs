@@ -83,7 +83,7 @@ pub struct ChunkEntry {
     pub stored: ByteRange,
     /// Encoding of the stored bytes.
     pub codec: Codec,
-    /// BLAKE3 of the raw bytes; zeros for [`Codec::Verified`].
+    /// BLAKE3 of the raw bytes; of [`Codec::Verified`] [`crate::Chunk::digest`].
     pub digest: Digest,
 }
 

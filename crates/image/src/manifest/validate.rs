@@ -168,9 +168,7 @@ pub(super) fn chunk_table(
         let object_fits = (chunk.object as usize) < objects.len();
         // Only derived objects have tables with digests of their own.
         let source_fits = chunk.codec != Codec::Verified
-            || object_fits
-                && objects[chunk.object as usize].is(ObjectKind::Derived)
-                && chunk.digest.as_bytes() == &[0; Digest::LEN];
+            || object_fits && objects[chunk.object as usize].is(ObjectKind::Derived);
         if !blocks_fit || !object_fits || !stored_fits || !source_fits || stored == 0 {
             return Err(corrupt(format!("chunk {index} of the manifest is impossible: {chunk:?}")));
         }

@@ -124,6 +124,17 @@ impl Derived {
         Ok(out.into())
     }
 
+    /// The identity of the bytes of `range` of `object`, if [`Self::read`] verifies all of them.
+    pub(crate) async fn identity(
+        &self,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<Option<Digest>> {
+        let opened = self.open(object).await?;
+        let is_inside = range.end() <= opened.table.object_len;
+        Ok(is_inside.then(|| opened.table.identity(range)).flatten())
+    }
+
     /// Bytes of layers that a read of `range` has to fetch, without spans that are here or being
     /// fetched.
     pub(crate) fn bytes_to_fetch(&self, object: &ObjectId, range: ByteRange) -> u64 {

@@ -2,21 +2,21 @@
 //! has been admitted since.
 //!
 //! ```text
-//!   whole chunk ── its digest is right ──► these are the bytes: the map's checksum is wrong, or
-//!        │                                 another image has just admitted them
-//!        ├── wrong ──► still at this place? ── no: a miss
-//!        │                    └── yes: the cache forgets it; counted as corrupt, unless it is a hole
-//!        └── no digest is known ──► the fetched bytes tell
+//!   whole chunk ── its digest is right ──► these are the bytes: the map's checksum is wrong, another
+//!        │         or its seal             image has just admitted them, or has done so before, and
+//!        │                                 this one has no record of their checksums yet
+//!        └── wrong ──► still at this place? ── no: a miss
+//!                         └── yes: the cache forgets it; counted as corrupt, unless it is a hole
 //! ```
 //!
-//! Invariant: a map's checksums alone never make the cache forget a chunk, because an image with
-//! right digests and wrong checksums could empty the cache of all others (held by the
+//! Invariant: checksums of an image alone never make the cache forget a chunk, because an image
+//! with right digests and wrong checksums could empty the cache of all others (held by the
 //! simulator). Hashing is bounded by the permits of fetches, one at a time a chunk, and for
 //! an image with wrong checksums by a pause between two (`outage.rs`).
 
 use std::sync::Arc;
 
-use burgeon_block::{BLOCK_SIZE, BlockSource, Digest, LocalFile, Pages};
+use burgeon_block::{BlockSource, Digest, LocalFile, Pages};
 use burgeon_image::Codec;
 
 use super::in_flight::Cost;
@@ -28,14 +28,11 @@ fn is_hole(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0)
 }
 
-/// A chunk of the cache, looked at as a whole.
-pub(super) enum Cached {
-    /// It is not there, or was wrong.
-    Absent,
-    /// Its bytes are right.
-    Right(Pages),
-    /// Its bytes, which nothing here can verify.
-    Unknown(Pages, CachedChunk),
+/// A chunk of the cache whose bytes are right.
+pub(super) struct Cached {
+    pub(super) pages: Pages,
+    /// It was kept for more than a while.
+    pub(super) is_lasting: bool,
 }
 
 /// The defect of a chunk in the cache.
@@ -52,59 +49,59 @@ where
     F: LocalFile + 'static,
 {
     /// The chunk `index`, if the cache holds it after all.
-    pub(super) async fn from_cache(self: &Arc<Self>, index: u32, cost: &mut Cost) -> Cached {
-        let Some(found) = self.residency.look_up(index) else { return Cached::Absent };
+    pub(super) async fn from_cache(
+        self: &Arc<Self>,
+        index: u32,
+        cost: &mut Cost,
+    ) -> Option<Cached> {
+        let found = self.residency.look_up(index)?;
         if let Some(turn) = self.engine.outage.hash_turn() {
             tokio::time::sleep_until(turn).await;
         }
         let this = Arc::clone(self);
-        let looked = self.cpu.run(move || this.judge(index, found)).await;
         // An error means that the runtime ends, or that the bytes are fetched.
-        let (cached, problem) = looked.unwrap_or((Cached::Absent, None));
+        let judged = self.cpu.run(move || this.judge(index, &found)).await.ok()?;
         let range = self.map.chunk(index).range;
-        match problem {
-            Some(Problem::Unreadable) => self.engine.outage.cached_unreadable(range),
-            Some(Problem::Wrong { blocks }) => {
+        match judged {
+            Ok(pages) => {
+                let is_lasting = self.residency.is_lasting(&found);
+                return pages.map(|pages| Cached { pages, is_lasting });
+            }
+            Err(Problem::Unreadable) => self.engine.outage.cached_unreadable(range),
+            Err(Problem::Wrong { blocks }) => {
                 cost.cache_corrupt_blocks += blocks;
                 self.engine.outage.cached_wrong(range, blocks);
             }
-            None => {}
         }
-        cached
+        None
     }
 
-    /// Hashes a chunk of the cache. If its bytes are wrong, the cache has forgotten it.
-    fn judge(&self, index: u32, found: CachedChunk) -> (Cached, Option<Problem>) {
+    /// The bytes of a chunk of the cache, hashed. If they are wrong, the cache has forgotten them;
+    /// `None` if there is nothing to say about that.
+    fn judge(&self, index: u32, found: &CachedChunk) -> Result<Option<Pages>, Problem> {
         let chunk = self.map.chunk(index);
-        let Some(mut pages) = Pages::zeroed(chunk.range.len()) else {
-            return (Cached::Absent, None);
-        };
-        if !self.residency.read_found(&found, pages.bytes_mut()) {
+        let Some(mut pages) = Pages::zeroed(chunk.range.len()) else { return Ok(None) };
+        let Some(has_seal) = self.residency.read_found(index, found, pages.bytes_mut()) else {
             // If it is still there, it has to be written elsewhere.
-            let is_there = self.residency.doubt(index, &found);
-            return (Cached::Absent, is_there.then_some(Problem::Unreadable));
-        }
+            let is_there = self.residency.doubt(index, found);
+            return if is_there { Err(Problem::Unreadable) } else { Ok(None) };
+        };
         let bytes = pages.bytes();
-        if chunk.codec == Codec::Verified {
-            let offset = self.offset(chunk.range);
-            let recorded = self.checksums.verify(offset, bytes, |_, _| {});
-            return match recorded {
-                Ok(true) => (Cached::Right(pages), None),
-                _ => (Cached::Unknown(pages, found), None),
-            };
-        }
-        if Digest::of(bytes) != chunk.digest {
-            let is_corrupt = self.residency.doubt(index, &found) && !is_hole(bytes);
-            let problem = is_corrupt
-                .then(|| Problem::Wrong { blocks: self.wrong_blocks(index, bytes).max(1) });
-            return (Cached::Absent, problem);
+        let is_right = match chunk.codec {
+            Codec::Verified => has_seal,
+            Codec::Raw | Codec::Zstd => Digest::of(bytes) == chunk.digest,
+        };
+        if !is_right {
+            let is_corrupt = self.residency.doubt(index, found) && !is_hole(bytes);
+            let wrong = || Problem::Wrong { blocks: self.wrong_blocks(index, bytes).max(1) };
+            return if is_corrupt { Err(wrong()) } else { Ok(None) };
         }
         if !self.map.lacks_checksums()
             && check_blocks(&self.map, chunk.range.start(), bytes).is_err()
         {
             self.engine.outage.map_is_damaged();
         }
-        (Cached::Right(pages), None)
+        Ok(Some(pages))
     }
 
     /// Blocks of the chunk's `bytes` that have another checksum than is known of them.
@@ -113,23 +110,5 @@ where
         let count = |_, why| wrong += u64::from(why == Mismatch::Wrong);
         let verified = self.checksums.verify(offset, bytes, count);
         if verified.is_ok() { wrong } else { 0 }
-    }
-
-    /// The chunk was fetched: if the cache holds other bytes than these, it forgets them.
-    pub(super) fn settle(
-        &self,
-        index: u32,
-        cached: &(Pages, CachedChunk),
-        right: &[u8],
-        cost: &mut Cost,
-    ) {
-        let (pages, found) = cached;
-        let blocks = |bytes| <[u8]>::chunks(bytes, BLOCK_SIZE as usize);
-        let differing = blocks(pages.bytes()).zip(blocks(right)).filter(|(a, b)| a != b).count();
-        if differing > 0 && self.residency.doubt(index, found) && !is_hole(pages.bytes()) {
-            let range = self.map.chunk(index).range;
-            self.engine.outage.cached_wrong(range, differing as u64);
-            cost.cache_corrupt_blocks += differing as u64;
-        }
     }
 }

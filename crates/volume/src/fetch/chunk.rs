@@ -7,19 +7,20 @@
 //! ```
 //!
 //! Invariants: readers never wait for the cache write; the fetch ends after the chunk is found in
-//! the cache, so nobody fetches it in between (the simulator, `tests/failing_cache.rs`).
+//! the cache, so nobody fetches it in between (the simulator, `tests/failing_cache.rs`). Bytes of
+//! which the map has no digest are those of their key, or an error: the source that has verified
+//! them says so (`tests/verified.rs`).
 
 use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, LocalFile, ObjectId, Pages, Result};
 use burgeon_cache::Why;
-use burgeon_image::{AddressMap, Chunk, decode_chunk};
+use burgeon_image::{AddressMap, Chunk, Codec, decode_chunk};
 use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{
     Begun, Joined,
-    cached::Cached,
     in_flight::{Cost, Fetched, InFlight},
     permits::{BackgroundPermit, Permits},
     read_object,
@@ -100,8 +101,10 @@ where
         if of_a_reader.is_some() {
             self.read_ahead(index);
         }
-        let (result, turn) = self.fetch_unless_cached(index, claim, deadline, &mut cost).await;
+        let (result, is_cached, turn) =
+            self.fetch_unless_cached(index, claim, deadline, &mut cost).await;
         drop(of_a_reader);
+        let why = (!is_cached).then_some(why);
         self.finish(index, in_flight, permits, (result, why), cost).await;
         // Only now do other images find it in the cache.
         drop(turn);
@@ -113,15 +116,15 @@ where
         Some(self.limits.shared_keys.begin(self.residency.own_key(index)?))
     }
 
-    /// The verified bytes of a chunk, from the cache if they are right there, and the right to
-    /// fetch it alone, if this task has it.
+    /// The verified bytes of a chunk, from the cache if they are right there; true if they are, and
+    /// stay there; and the right to fetch it alone, if this task has it.
     async fn fetch_unless_cached(
         self: &Arc<Self>,
         index: u32,
         (claim, mut may_be_cached): (Option<Claim>, bool),
         deadline: Instant,
         cost: &mut Cost,
-    ) -> (Result<Pages>, Option<FetchRight>) {
+    ) -> (Result<Pages>, bool, Option<FetchRight>) {
         let turn = match claim {
             Some(Ok(own)) => Some(own),
             Some(Err(other)) => {
@@ -131,31 +134,11 @@ where
             }
             None => None,
         };
-        let cached = match may_be_cached {
-            true => self.from_cache(index, cost).await,
-            // Residency was asked when this fetch began.
-            false => Cached::Absent,
-        };
-        (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)
-    }
-
-    async fn fetch_if_wrong(
-        self: &Arc<Self>,
-        index: u32,
-        cached: Cached,
-        deadline: Instant,
-        cost: &mut Cost,
-    ) -> Result<Pages> {
-        let unknown = match cached {
-            Cached::Right(pages) => return Ok(pages),
-            Cached::Absent => None,
-            Cached::Unknown(pages, found) => Some((pages, found)),
-        };
-        let fetched = self.fetch(index, deadline, cost).await?;
-        if let Some(cached) = unknown {
-            self.settle(index, &cached, fetched.bytes(), cost);
+        // Else residency was asked when this fetch began.
+        if may_be_cached && let Some(cached) = self.from_cache(index, cost).await {
+            return (Ok(cached.pages), cached.is_lasting, turn);
         }
-        Ok(fetched)
+        (self.fetch(index, deadline, cost).await, false, turn)
     }
 
     /// The verified bytes of a chunk, from the source.
@@ -170,13 +153,14 @@ where
         Ok(pages)
     }
 
-    /// Readers get the result, then residency.
+    /// Readers get the result, then residency. `why` is `None` for bytes that the cache keeps:
+    /// nothing but their checksums may be missing here.
     pub(super) async fn finish(
         self: Arc<Self>,
         index: u32,
         in_flight: InFlight,
         permits: Permits,
-        (result, why): (Result<Pages>, Why),
+        (result, why): (Result<Pages>, Option<Why>),
         cost: Cost,
     ) {
         let good = result.is_ok();
@@ -193,8 +177,8 @@ where
         self.checksums.may_record() && self.residency.may_admit(index, why)
     }
 
-    async fn keep(self: &Arc<Self>, index: u32, fetched: Arc<Fetched>, why: Why) -> bool {
-        if !self.may_keep(index, why) {
+    async fn keep(self: &Arc<Self>, index: u32, fetched: Arc<Fetched>, why: Option<Why>) -> bool {
+        if !why.map_or(self.checksums.may_record(), |why| self.may_keep(index, why)) {
             self.uncached_chunks.add(1);
             return false;
         }
@@ -210,9 +194,10 @@ where
         self.writers.run(write).await.unwrap_or(false)
     }
 
-    fn admit(&self, index: u32, bytes: &[u8], why: Why) -> bool {
+    fn admit(&self, index: u32, bytes: &[u8], why: Option<Why>) -> bool {
         let offset = self.offset(self.map.chunk(index).range);
-        self.checksums.record(offset, bytes).is_ok() && self.residency.admit(index, bytes, why)
+        self.checksums.record(offset, bytes).is_ok()
+            && why.is_none_or(|why| self.residency.admit(index, bytes, why))
     }
 }
 
@@ -226,6 +211,26 @@ pub(super) struct ChunkRequest<'a, S, F> {
 impl<'a, S: BlockSource + 'static, F: LocalFile + 'static> ChunkRequest<'a, S, F> {
     pub(super) fn new(volume: &'a Volume<S, F>, index: u32) -> Self {
         Self { volume, index, chunk: volume.map.chunk(index) }
+    }
+
+    /// `Corrupt` unless the source verifies all bytes of the chunk, and they are those that its key
+    /// stands for. The manifest could name another image's chunk.
+    async fn check_identity(&self) -> Result<()> {
+        let Chunk { codec: Codec::Verified, object, stored, digest, .. } = self.chunk else {
+            return Ok(());
+        };
+        let object = self.volume.map.object(object);
+        let identity = self.volume.source.identity(object, stored).await?;
+        // Without an identity, the key stands for the object's table.
+        if identity.is_some_and(|it| it == digest || self.chunk.lacks_identity()) {
+            return Ok(());
+        }
+        let what = format!(
+            "the image names another identity of chunk {} than the table of {} gives",
+            self.index,
+            object.shown()
+        );
+        Err(Error::new(ErrorKind::Corrupt, what))
     }
 }
 
@@ -261,6 +266,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> FetchRequest for ChunkReq
     }
 
     async fn verify(&mut self, stored: Bytes) -> Result<Pages> {
+        self.check_identity().await?;
         let (map, index, chunk) = (Arc::clone(&self.volume.map), self.index, self.chunk);
         let unpacked = self.volume.cpu.run(move || unpack(&map, index, &chunk, &stored)).await?;
         if unpacked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {

@@ -115,7 +115,7 @@ where
         if result.is_ok() {
             self.background_work.was_prefetched(self.map.chunk(index).range, purpose);
         }
-        self.finish(index, in_flight, permits, (result, Why::Prefetch), cost).await;
+        self.finish(index, in_flight, permits, (result, Some(Why::Prefetch)), cost).await;
         drop(turn);
     }
 }

@@ -14,6 +14,8 @@
 //! neither addresses nor checksums nor readers. A mount with credentials looks in the public
 //! domain first, then in its own, and admits to its own.
 //!
+//! The bytes of a chunk of which its image has no digest are followed by a seal ([`seal`]).
+//!
 //! Invariants, and the tests that hold them:
 //! - A stale place is harmless: it is not read, or its bytes fail the caller's verification
 //!   (`tests::a_stale_place_is_a_miss_or_the_new_place`, the simulator, `tests/interleavings.rs`).
@@ -24,13 +26,14 @@
 //! - [`Residency::try_read`] takes no lock and allocates nothing once the place is known.
 
 pub(crate) mod places;
+mod seal;
 
 use std::{ops::RangeInclusive, os::fd::BorrowedFd, sync::Arc};
 
-use burgeon_block::{BLOCK_SIZE, Result};
+use burgeon_block::{BLOCK_SIZE, Pages, Result};
 use burgeon_cache::{CacheState, ChunkKey, ChunkStore, Domain, Here, Hold, Place, Why};
 
-use self::places::Places;
+use self::{places::Places, seal::SEAL_LEN};
 
 /// Absent chunks of an image that [`Residency::resident_bytes`] looks for in the cache: some ten
 /// milliseconds.
@@ -53,6 +56,8 @@ pub(crate) trait ChunkKeys {
     fn len(&self, index: u32) -> u32;
     /// The key of a chunk in `domain`; `None` if nothing identifies its bytes.
     fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey>;
+    /// True if the caller cannot tell right bytes of the chunk from wrong ones: a seal does.
+    fn is_sealed(&self, index: u32) -> bool;
 }
 
 /// A chunk in the cache.
@@ -167,9 +172,29 @@ impl<K: ChunkKeys> Residency<K> {
         self.keys.key(index, domain)
     }
 
-    /// Fills `buf` with all bytes of a chunk that was found.
-    pub(crate) fn read_found(&self, found: &CachedChunk, buf: &mut [u8]) -> bool {
-        self.cache.store.read(found.place, 0, buf)
+    /// Fills `buf` with all bytes of chunk `index`, which was found; `None` if they cannot be read,
+    /// false if the chunk is sealed and they are not those of the seal.
+    pub(crate) fn read_found(
+        &self,
+        index: u32,
+        found: &CachedChunk,
+        buf: &mut [u8],
+    ) -> Option<bool> {
+        let CachedChunk { place, key } = found;
+        let read =
+            |offset, buf: &mut [u8]| self.cache.store.read(*place, offset, buf).then_some(());
+        read(0, buf)?;
+        if !self.keys.is_sealed(index) {
+            return Some(true);
+        }
+        let mut block = Pages::zeroed(SEAL_LEN.into())?;
+        read(self.keys.len(index), block.bytes_mut())?;
+        Some(seal::fits(block.bytes(), key, buf))
+    }
+
+    /// True if a chunk that was found was kept for more than a while.
+    pub(crate) fn is_lasting(&self, found: &CachedChunk) -> bool {
+        self.cache.store.is_lasting(found.place)
     }
 
     /// The bytes of chunk `index` at `found` are wrong, or cannot be read: the cache forgets them.
@@ -187,15 +212,21 @@ impl<K: ChunkKeys> Residency<K> {
 
     /// False if [`Self::admit`] would fail for certain.
     pub(crate) fn may_admit(&self, index: u32, why: Why) -> bool {
-        let key = self.own_key(index);
-        key.is_some_and(|key| self.cache.store.may_admit(&key, self.keys.len(index), why))
+        let seal = if self.keys.is_sealed(index) { SEAL_LEN } else { 0 };
+        let len = self.keys.len(index) + seal;
+        self.own_key(index).is_some_and(|key| self.cache.store.may_admit(&key, len, why))
     }
 
     /// Writes the verified `bytes` of chunk `index`, and then makes them found. False if the cache
     /// does not take them.
     pub(crate) fn admit(&self, index: u32, bytes: &[u8], why: Why) -> bool {
-        let key = self.own_key(index);
-        let place = key.and_then(|key| self.cache.store.admit(key, bytes, why));
+        let Some(key) = self.own_key(index) else { return false };
+        let place = if self.keys.is_sealed(index) {
+            let sealed = seal::sealed(&key, bytes);
+            sealed.and_then(|sealed| self.cache.store.admit(key, sealed.bytes(), why))
+        } else {
+            self.cache.store.admit(key, bytes, why)
+        };
         if place.is_some() {
             self.places.set(index, place);
         }
@@ -265,6 +296,11 @@ mod tests {
 
         fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey> {
             Some(ChunkKey::new(domain, KeyKind::Chunk, &index.to_le_bytes()))
+        }
+
+        /// The last one alone.
+        fn is_sealed(&self, index: u32) -> bool {
+            index + 1 == self.0
         }
     }
 

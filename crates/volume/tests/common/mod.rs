@@ -12,7 +12,7 @@ use std::{
 
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, ChecksumKind, Counters, Digest, Error,
-    ErrorKind, LocalFile, Now, ObjectId, Result, Verdict,
+    ErrorKind, LocalFile, Now, ObjectId, ObjectKind, Result, Verdict,
 };
 use burgeon_btrfs::Tree;
 use burgeon_cache::{ChunkKey, Domain, KeyKind, testing::MemoryStore};
@@ -77,12 +77,18 @@ pub(crate) fn image_with(seed: u64, object: &str, damage: impl Fn(&mut Manifest)
 
 /// An image whose source verifies some of its chunks, so that nobody knows their checksums.
 pub(crate) fn image_without_checksums(seed: u64) -> Image {
-    image_with(seed, &format!("derived/{}", "0".repeat(64)), |manifest| {
+    verified_image(seed, 0, |_| {})
+}
+
+/// The same in the derived object of this number, with a manifest that `change` has changed.
+pub(crate) fn verified_image(seed: u64, object: u8, change: impl Fn(&mut Manifest)) -> Image {
+    image_with(seed, &format!("derived/{}", format!("{object:02x}").repeat(32)), |manifest| {
+        // [`Source::identity`] is the digest of the bytes, too.
         for chunk in manifest.chunks.iter_mut().filter(|chunk| chunk.codec == Codec::Raw) {
             chunk.codec = Codec::Verified;
-            chunk.digest = Digest::from([0; 32]);
         }
         manifest.block_checksums.fill(0);
+        change(manifest);
     })
 }
 
@@ -184,6 +190,13 @@ impl BlockSource for Source {
         }
         Ok(bytes.into())
     }
+
+    async fn identity(&self, object: &ObjectId, range: ByteRange) -> Result<Option<Digest>> {
+        let is_it = |(name, _): &&(ObjectId, Vec<u8>)| name == object;
+        let derived = self.0.packs.iter().find(is_it).filter(|_| object.is(ObjectKind::Derived));
+        let bytes = derived.map(|(_, pack)| &pack[range.start() as usize..range.end() as usize]);
+        Ok(bytes.map(Digest::of))
+    }
 }
 
 pub(crate) type TestVolume = Volume<Source, ChecksumFile>;
@@ -233,11 +246,15 @@ pub(crate) fn open(
     Volume::new(map, source.clone(), cache, limits)
 }
 
-/// The key of a chunk with a digest, in the public domain.
+/// The key of a chunk with a digest or an identity, in the public domain.
 pub(crate) fn key(image: &Image, chunk: u32) -> ChunkKey {
     let chunk = image.map.chunk(chunk);
     let len = chunk.range.len().to_le_bytes();
-    ChunkKey::new(&Domain::PUBLIC, KeyKind::Chunk, &[chunk.digest.as_bytes(), &len[..]].concat())
+    let kind = match chunk.codec {
+        Codec::Verified => KeyKind::Verified,
+        Codec::Raw | Codec::Zstd => KeyKind::Chunk,
+    };
+    ChunkKey::new(&Domain::PUBLIC, kind, &[chunk.digest.as_bytes(), &len[..]].concat())
 }
 
 impl Setup {

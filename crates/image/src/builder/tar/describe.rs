@@ -113,9 +113,10 @@ impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
     }
 }
 
-/// Returns the object that holds a described image's data. The arguments are the origins in the
-/// layers, by address from 0, and the length of the data.
-pub type OnDescribed<'a> = &'a (dyn Fn(&[Origin], u64) -> Result<ObjectId> + Sync);
+/// Returns the object that holds a described image's data, and gives each verified chunk the
+/// identity that the object has for the chunk's stored range. The arguments are the origins in the
+/// layers, by address from 0, and the chunks, by address.
+pub type OnDescribed<'a> = &'a (dyn Fn(&[Origin], &mut [ChunkEntry]) -> Result<ObjectId> + Sync);
 
 /// Publishes an image of `layers`, the lowest first, in `store` as `name`, without storing data:
 /// the data is in the one object that `object` returns, which has the layout of the lazy address
@@ -153,8 +154,8 @@ pub fn describe_layers(
         }
         let mut assembled = whole.finish(options.checksum);
         if !assembled.manifest.chunks.is_empty() {
-            let len = assembled.manifest.data_range().len();
-            assembled.manifest.objects = vec![object(&assembled.origins, len)?];
+            let chunks = &mut assembled.manifest.chunks;
+            assembled.manifest.objects = vec![object(&assembled.origins, chunks)?];
         }
         let manifest = manifest_of(&nodes, assembled)?;
         let image = publish(store, name, &manifest, options)?;

@@ -6,8 +6,10 @@
 //! ```
 //!
 //! Addresses ascend in the order of the layer's files, so that data fetched together is adjacent.
-//! Invariants: the list is trusted only for the position of parts; work and memory grow with the
-//! list, whatever lengths it claims.
+//! Each piece of a big file is a chunk. Other files join a group, which ends before a file whose
+//! parts' digests say so, as the groups of `assemble.rs` do: layers with the same run of files share
+//! its chunks, whatever precedes the run. Invariants: the list is trusted only for the position of
+//! parts; work and memory grow with the list, whatever lengths it claims.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -165,6 +167,13 @@ fn content(file: &Listed) -> Digest {
     Digest::of(&parts)
 }
 
+/// From this length on, a group ends before a file whose content determines a cut: 128 KiB.
+const GROUP_MIN: u32 = 128 << 10;
+/// … which is one file in eight.
+const GROUP_CUT_MASK: u8 = 7;
+/// The tail of a big file is a chunk of its own from this length on.
+const TAIL_MIN: u32 = 32 << 10;
+
 /// The planned positions of files' data.
 #[derive(Default)]
 struct Sketch {
@@ -196,7 +205,7 @@ impl Sketch {
             let (mut at, mut offset, end) = (at, offset, at + u64::from(len));
             while at < end {
                 let window = at / u64::from(CHUNK_MAX) * u64::from(CHUNK_MAX);
-                let address = self.window(node, file.size, window, first);
+                let address = self.window(node, (file.size, &content), window, first);
                 let len = (end - at).min(window + u64::from(CHUNK_MAX) - at);
                 self.origins.push(Origin {
                     at: address + (at - window),
@@ -212,7 +221,13 @@ impl Sketch {
 
     /// Address of the file's bytes from `window` on. Places them if they are not placed yet: the
     /// window is the last one placed or a new one. The file's extents begin with `first`.
-    fn window(&mut self, node: u32, size: u64, window: u64, first: usize) -> u64 {
+    fn window(
+        &mut self,
+        node: u32,
+        (size, content): (u64, &Digest),
+        window: u64,
+        first: usize,
+    ) -> u64 {
         if let Some(last) = self.placed.extents[first..].last()
             && last.file_offset == window
         {
@@ -220,14 +235,16 @@ impl Sketch {
         }
         let len = (size - window).min(u64::from(CHUNK_MAX)).next_multiple_of(BLOCK_SIZE) as u32;
         let of_big_file = size > u64::from(CHUNK_MAX);
-        let joins = self.open
-            && !(of_big_file && window == 0)
-            && self.chunks.last().is_some_and(|last| last + len <= CHUNK_MAX);
+        let may_join = |group: &u32| {
+            let is_cut = *group >= GROUP_MIN && content.as_bytes()[0] & GROUP_CUT_MASK == 0;
+            !is_cut && group + len <= CHUNK_MAX
+        };
+        // Each piece of a big file begins a chunk; after a short tail, other files join it.
+        let joins = self.open && !of_big_file && self.chunks.last().is_some_and(may_join);
         if !joins {
             self.chunks.push(0);
         }
-        // Each piece of a big file is a chunk of its own, except its tail.
-        self.open = len < CHUNK_MAX;
+        self.open = !of_big_file || len < TAIL_MIN;
         let chunk = self.chunks.len() as u32 - 1;
         let offset = self.chunks[chunk as usize];
         self.chunks[chunk as usize] += len;
