@@ -115,28 +115,33 @@ pub const BUGS: &[Bug] = &[
         "the cache forgets a chunk because of an image's checksums, though its digest is right",
         &[(
             "fetch/cached.rs",
-            "        if Digest::of(bytes) != chunk.digest {",
+            "        if !is_right {",
             "        let slandered = check_blocks(&self.map, chunk.range.start(), bytes).is_err();
-            if Digest::of(bytes) != chunk.digest || BUG && slandered {",
+            if !is_right || BUG && slandered {",
         )],
     ),
     image(
         "FetchWhatIsRight",
         "a chunk of the cache whose digest is right is fetched all the same",
+        &[("fetch/chunk.rs", "        if may_be_cached\n", "        if may_be_cached && !BUG\n")],
+    ),
+    image(
+        "SkipSeal",
+        "a chunk without a digest is taken from the cache although its seal does not fit",
         &[(
-            "fetch/chunk.rs",
-            "            Cached::Right(pages) => return Ok(pages),",
-            "            Cached::Right(pages) if !BUG => return Ok(pages),
-            Cached::Right(_) => None,",
+            "fetch/cached.rs",
+            "Codec::Verified => has_seal,",
+            "Codec::Verified => has_seal || BUG,",
         )],
     ),
     image(
-        "KeepUnknownChunk",
-        "a chunk without a digest stays in the cache although the source gives other bytes",
+        "NoSeal",
+        "chunks without a digest are kept without a seal: no other image can use them",
         &[(
-            "fetch/cached.rs",
-            "if differing > 0 && self.residency.doubt(index, found) && !",
-            "if differing > 0 && !BUG && self.residency.doubt(index, found) && !",
+            "residency/seal.rs",
+            "    let seal = of(key, bytes);",
+            "    if BUG { return Some(pages); }
+            let seal = of(key, bytes);",
         )],
     ),
     image(
@@ -144,10 +149,10 @@ pub const BUGS: &[Bug] = &[
         "chunks are kept under their number in the image instead of their digest",
         &[(
             "keys.rs",
-            "return Some(ChunkKey::new(domain, KeyKind::Chunk, &identity));\n        }",
-            "let number = index.to_le_bytes();
+            "        Some(ChunkKey::new(domain, kind, &identity))",
+            "        let number = index.to_le_bytes();
             let identity = if BUG { &number[..] } else { &identity[..] };
-            return Some(ChunkKey::new(domain, KeyKind::Chunk, identity));\n        }",
+            Some(ChunkKey::new(domain, kind, identity))",
         )],
     ),
     image(

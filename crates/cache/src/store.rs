@@ -87,11 +87,16 @@ impl fmt::Debug for Hold {
 
 /// A store of verified chunks that forgets what it likes.
 ///
-/// `find` may be asked from any thread, and takes a short lock. `read`, `try_read`, `local_file`
+/// `find` and `is_at` may be asked from any thread, and take a short lock. `read`, `try_read`, `local_file`
 /// and `touch` take no lock and allocate nothing. The others may block.
 pub trait ChunkStore: Send + Sync + 'static {
     /// The place of the chunk with this key, if it was admitted and is not forgotten.
     fn find(&self, key: &ChunkKey) -> Option<Place>;
+
+    /// True if [`Self::find`] gives `place` for this key. It does not count as another find.
+    fn is_at(&self, place: Place, key: &ChunkKey) -> bool {
+        self.find(key) == Some(place)
+    }
 
     /// Fills `buf` with the bytes from `offset` of the chunk at `place`. They are not verified: a
     /// stale place gives zeros, or `false` as a failing file does. It may wait for a disk.

@@ -200,6 +200,81 @@ fn tables_round_trip_and_other_versions_are_refused() {
     assert!(Table::decode(&beyond.encode().unwrap()).is_err());
 }
 
+/// Two layers that have most of their pieces in common, at other offsets, as two versions of an
+/// image have them.
+#[test]
+fn a_range_of_the_same_parts_has_the_same_identity_in_every_table() {
+    let digest = |n: u8| -> [u8; 32] { Sha256::digest([n]).into() };
+    // Pieces of these lengths, with their digests.
+    let layer = |pieces: &[(u32, u8)]| {
+        let mut at = 0;
+        let pieces = pieces.iter().map(|(len, n)| {
+            let stored = ByteRange::at(at, 100).unwrap();
+            at += 100;
+            Piece { stored, skip: 0, len: *len, digest: digest(*n) }
+        });
+        let restarts = Restarts::of_pieces(LayerCodec::Gzip, 10_000, pieces.collect()).unwrap();
+        TableLayer { digest: [1; 32], restarts }
+    };
+    let made = |layers, stretches: &[(u64, u64, u32, u32)]| {
+        let stretch = |(at, offset, len, layer): &(u64, u64, u32, u32)| Stretch {
+            at: *at,
+            offset: *offset,
+            len: *len,
+            layer: *layer,
+        };
+        let stretches = stretches.iter().map(stretch).collect();
+        Table { image: [7; 32], object_len: 1 << 30, layers, stretches }
+    };
+    let range = |start, len| ByteRange::at(start, len).unwrap();
+    // Chunks of 16 KiB: three pieces, zeros between; then a window of a fourth.
+    let one = made(
+        vec![layer(&[(3000, 1), (5000, 2), (200, 3), (60_000, 4)])],
+        &[(0, 0, 3000, 0), (4096, 3000, 5200, 0), (16384, 18_200, 16_384, 0)],
+    );
+    let other = made(
+        vec![
+            layer(&[(9, 9)]),
+            layer(&[(77, 8), (3000, 1), (70, 7), (5000, 2), (200, 3), (60_000, 4)]),
+        ],
+        &[
+            (0, 0, 9, 0),
+            (32_768, 77, 3000, 1),
+            (36_864, 3147, 5000, 1),
+            (41_864, 8147, 200, 1),
+            (65_536, 18_347, 16_384, 1),
+        ],
+    );
+    let identity = |table: &Table, start, len| table.identity(range(start, len)).unwrap();
+    assert_eq!(identity(&one, 0, 16384), identity(&other, 32_768, 16384));
+    assert_eq!(identity(&one, 16384, 16384), identity(&other, 65_536, 16384));
+    assert_ne!(identity(&one, 0, 16384), identity(&one, 16384, 16384));
+    // Its length, and each number and digest of a part, count.
+    assert_ne!(identity(&one, 0, 16384), identity(&one, 0, 12288));
+    assert_ne!(identity(&one, 1 << 20, 4096), identity(&one, 1 << 20, 8192), "zeros");
+    let changes: [&dyn Fn(&mut Table); 5] = [
+        &|table| table.layers = vec![layer(&[(3000, 1), (5000, 5), (200, 3), (60_000, 4)])],
+        &|table| table.layers = vec![layer(&[(3000, 1), (4999, 2), (201, 3), (60_000, 4)])],
+        &|table| table.stretches[1].at += 1,
+        &|table| table.stretches[1].offset += 1,
+        &|table| table.stretches[1].len -= 1,
+    ];
+    for (number, change) in changes.iter().enumerate() {
+        let mut changed = one.clone();
+        change(&mut changed);
+        assert_ne!(identity(&changed, 0, 16384), identity(&one, 0, 16384), "{number}");
+        assert_eq!(identity(&changed, 16384, 16384), identity(&one, 16384, 16384), "{number}");
+    }
+    let mut window = one.clone();
+    window.stretches[2].offset += 1;
+    assert_ne!(identity(&window, 16384, 16384), identity(&one, 16384, 16384));
+    // Bytes of a layer that was read as a whole have no digests here.
+    let (both, _) = table();
+    assert!(both.identity(range(0, 4096)).is_none());
+    assert!(both.identity(range(25 * 8192, 4096)).is_some());
+    assert!(both.identity(range(24 * 8192, 16384)).is_none());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 

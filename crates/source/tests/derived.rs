@@ -6,11 +6,12 @@
 use std::{fs, io::Read, path::Path};
 
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
-use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
+use burgeon_layer::{LayerCodec, Piece, Recorder, Restarts, Stretch, Table, TableLayer};
 use burgeon_source::{
     Directory, LayersAt, Objects, References, derived_object, layer_object, origin_object,
     stored_layers_object,
 };
+use sha2::{Digest, Sha256};
 use testkit::{Rng, gzip, like_programs};
 
 fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result<Restarts>) {
@@ -201,6 +202,48 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
     store.publish(&layer, &stored).unwrap();
     assert!(read().unwrap() == unpacked);
+}
+
+/// Bytes that a read verifies have the identity that the table gives them; no others have one.
+#[test]
+fn only_ranges_that_are_verified_when_read_have_an_identity() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Directory::create(folder.path().join("store")).unwrap();
+    let stored = gzip(&like_programs(5, 100_000), 6);
+    let piece = Piece {
+        stored: range(0, stored.len() as u64),
+        skip: 0,
+        len: 100_000,
+        digest: Sha256::digest(like_programs(5, 100_000)).into(),
+    };
+    let (codec, len) = (LayerCodec::Gzip, stored.len() as u64);
+    let listed = Restarts::of_pieces(codec, len, vec![piece]).unwrap();
+    let digest = put(folder.path(), 1, &stored);
+    let layers = [listed, recorded(&stored, codec).1.unwrap()];
+    let table = Table {
+        image: [9; 32],
+        object_len: 200_000,
+        layers: layers.map(|restarts| TableLayer { digest, restarts }).into(),
+        stretches: [0, 1]
+            .map(|n| Stretch { at: n * 100_000, offset: 0, len: 100_000, layer: n as u32 })
+            .into(),
+    };
+    let object = publish(&store, folder.path(), &table.encode().unwrap());
+    let objects = Objects::new(store.clone(), References::Allow);
+    let identity = |objects: &Objects, object: &ObjectId, at: ByteRange| {
+        burgeon_source::waiting(objects.identity(object, at))
+    };
+    let own = identity(&objects, &object, range(5, 5000)).unwrap();
+    assert!(own.is_some() && own == table.identity(range(5, 5000)));
+    let unverified = [range(100_000, 100_001), range(99_999, 100_001), range(199_999, 200_001)];
+    for at in unverified {
+        assert_eq!(identity(&objects, &object, at).unwrap(), None, "{at}");
+    }
+    let pack = ObjectId::new(format!("packs/{}", "0".repeat(64))).unwrap();
+    assert_eq!(identity(&objects, &pack, range(0, 1)).unwrap(), None);
+    let refusing = Objects::new(store, References::Refuse);
+    let refused = identity(&refusing, &object, range(5, 5000)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid);
 }
 
 /// The digest of a layer that this host has from elsewhere does not give its bytes.

@@ -269,7 +269,7 @@ where
     }
 
     /// Judges `bytes`, which were read at the place that [`Self::try_read`] named for `range`. No
-    /// allocation, no wait.
+    /// allocation, no wait; of wrong bytes it asks for the place again, under a short lock.
     pub fn verify(&self, range: ByteRange, bytes: &[u8]) -> Verdict {
         if self.check(range, bytes).is_ok() && self.is_good(range, bytes) {
             self.background_work.was_read(range);

@@ -141,6 +141,7 @@ const OTHERS: [&str; 91] = [
     "tar_foreign",
     "tls",
     "toc",
+    "toc_shared",
     "torment",
     "trace",
     "transport",

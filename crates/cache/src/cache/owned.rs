@@ -132,6 +132,10 @@ impl ChunkStore for OwnedStore {
         Some(place)
     }
 
+    fn is_at(&self, place: Place, key: &ChunkKey) -> bool {
+        self.cache.is_at(place, key)
+    }
+
     fn read(&self, place: Place, offset: u32, buf: &mut [u8]) -> bool {
         self.cache.read(place, offset, buf)
     }

@@ -128,9 +128,12 @@ impl<K: ChunkKeys> Residency<K> {
         }
     }
 
-    /// Bytes of these chunks that were read at their places are wrong: the places may be stale.
+    /// Bytes of these chunks that were read at their places are wrong: the places may be stale, and
+    /// are asked for again.
     pub(crate) fn distrust(&self, chunks: RangeInclusive<u32>) {
-        chunks.for_each(|index| self.places.set(index, None));
+        for index in chunks {
+            self.look_up(index);
+        }
     }
 
     /// A file of the cache, for [`Here::Local`].
@@ -157,9 +160,11 @@ impl<K: ChunkKeys> Residency<K> {
 
     /// Asks the cache for chunk `index`, whatever is known of it.
     pub(crate) fn look_up(&self, index: u32) -> Option<CachedChunk> {
+        let (store, known) = (&self.cache.store, self.places.get(index));
         let find = |domain: &Domain| {
             let key = self.keys.key(index, domain)?;
-            Some(CachedChunk { place: self.cache.store.find(&key)?, key })
+            let known = known.filter(|place| store.is_at(*place, &key));
+            Some(CachedChunk { place: known.or_else(|| store.find(&key))?, key })
         };
         let found = self.domains.iter().find_map(find);
         self.places.set(index, found.map(|found| found.place));
@@ -203,7 +208,7 @@ impl<K: ChunkKeys> Residency<K> {
     pub(crate) fn doubt(&self, index: u32, found: &CachedChunk) -> bool {
         let CachedChunk { place, key } = found;
         self.places.set(index, None);
-        if self.cache.store.find(key) != Some(*place) {
+        if !self.cache.store.is_at(*place, key) {
             return false;
         }
         self.cache.store.doubt(*place, key);
