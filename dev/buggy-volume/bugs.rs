@@ -123,7 +123,7 @@ pub const BUGS: &[Bug] = &[
     image(
         "FetchWhatIsRight",
         "a chunk of the cache whose digest is right is fetched all the same",
-        &[("fetch/chunk.rs", "        if may_be_cached\n", "        if may_be_cached && !BUG\n")],
+        &[("fetch/chunk.rs", "if may_be_cached && let", "if may_be_cached && !BUG && let")],
     ),
     image(
         "SkipSeal",
@@ -284,11 +284,10 @@ pub const BUGS: &[Bug] = &[
             ),
             (
                 "fetch/chunk.rs",
-                "let (result, turn) = self.fetch_unless_cached(index, claim, deadline, &mut cost).await;\n        drop",
-                "let gone = in_flight.gone.clone();
-                let (result, turn) = tokio::select! {
+                "            self.fetch_unless_cached(index, claim, deadline, &mut cost).await;\n        drop",
+                "            tokio::select! {
                     biased;
-                    () = gone.notified(), if BUG => return,
+                    () = in_flight.gone.notified(), if BUG => return,
                     result = self.fetch_unless_cached(index, claim, deadline, &mut cost) => result,
                 };\n        drop",
             ),
@@ -341,12 +340,12 @@ pub const BUGS: &[Bug] = &[
         "blocks are written to the cache one block too far",
         &[(
             "fetch/chunk.rs",
-            "is_ok() && self.residency.admit(index, bytes, why)",
-            "is_ok() && {
+            "why.is_none_or(|why| self.residency.admit(index, bytes, why))",
+            "why.is_none_or(|why| {
                 let mut bytes = bytes.to_vec();
                 bytes.rotate_right(if BUG { 4096 } else { 0 });
                 self.residency.admit(index, &bytes, why)
-            }",
+            })",
         )],
     ),
     image(
