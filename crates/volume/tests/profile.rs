@@ -35,6 +35,16 @@ async fn adjacent_chunks_come_with_one_request() {
 }
 
 #[tokio::test]
+async fn short_chunks_of_a_request_share_permits() {
+    // A permit is for 256 KiB.
+    let limits = VolumeLimits { background_fetches: 1, ..VolumeLimits::default() };
+    let setup = setup_with(common::image(3), limits);
+    let short = setup.blocks(CHUNKS[..4].iter().sum(), CHUNKS[4..].iter().sum());
+    let end = setup.volume.prefetch_profile([short].into_iter(), None).ended().await;
+    assert_eq!((end.state, end.done_bytes, end.requests), (ProfileState::Done, short.len(), 1));
+}
+
+#[tokio::test]
 async fn unread_prefetched_bytes_are_counted() {
     let setup = setup();
     assert!(setup.volume.profile_prefetched().is_none());

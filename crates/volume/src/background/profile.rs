@@ -28,7 +28,7 @@ use crate::{
     Budget, Volume,
     fetch::{
         path::Sent,
-        permits::{BackgroundPermit, Permits},
+        permits::{BackgroundPermit, Permits, RunPermits},
         run::RunChunk,
     },
     limits::FETCHES_MAX,
@@ -248,9 +248,10 @@ where
             done += range.len();
             let background = background.map(|permit| BackgroundPermit::new(permit, payer.cloned()));
             let permits = Permits::new(fetch, background);
+            let run_permits = RunPermits::of(&permits, range.len());
             let Some(begun) = self.begin_new(first, permits) else { continue };
-            let (run, more) =
-                self.extend_run(RunChunk { index: first, begun }, remaining, len_max, payer);
+            let first = RunChunk { index: first, begun };
+            let (run, more) = self.extend_run(first, run_permits, remaining, (len_max, payer));
             return (run, done + more);
         }
         (Vec::new(), done)
@@ -260,9 +261,9 @@ where
     fn extend_run(
         &self,
         first: RunChunk,
+        mut run_permits: RunPermits,
         remaining: &mut Remaining,
-        len_max: u64,
-        payer: Option<&Arc<Budget>>,
+        (len_max, payer): (u64, Option<&Arc<Budget>>),
     ) -> (Vec<RunChunk>, u64) {
         let (mut low, mut high) = (first.index, first.index);
         let mut len = self.map.chunk(first.index).stored.len();
@@ -275,7 +276,8 @@ where
             if len + chunk.stored.len() > len_max {
                 break;
             }
-            let Some(permits) = self.engine.try_background_permits(payer.cloned()) else { break };
+            let more = || self.engine.try_background_permits(payer.cloned());
+            let Some(permits) = run_permits.take(chunk.range.len(), more) else { break };
             let Some(begun) = self.begin_new(index, permits) else { break };
             remaining.left.remove(&index);
             done += chunk.range.len();

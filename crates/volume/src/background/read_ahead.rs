@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 use super::prefetched::{PrefetchedBytes, Purpose};
 use crate::{
     Volume,
-    fetch::{path::Estimate, run::RunChunk},
+    fetch::{path::Estimate, permits::RunPermits, run::RunChunk},
 };
 
 /// Below this, waiting for one chunk after another costs less than bytes that nobody wants.
@@ -63,7 +63,7 @@ where
         }
         let so_far = self.background_work.prefetched_bytes(Purpose::ReadAhead);
         let len_max = window(&self.engine.path.now(), so_far.unwrap_or_default());
-        let mut run = Vec::new();
+        let (mut run, mut run_permits) = (Vec::new(), RunPermits::default());
         let mut last = self.map.chunk(index);
         let start = last.stored.end();
         for index in index + 1..self.map.chunk_count() {
@@ -77,7 +77,8 @@ where
             if len.max(range.len()) > len_max || self.is_through(index) {
                 break;
             }
-            let Some(permits) = self.engine.try_background_permits(None) else { break };
+            let more = || self.engine.try_background_permits(None);
+            let Some(permits) = run_permits.take(chunk.range.len(), more) else { break };
             let Some(begun) = self.begin_new(index, permits) else { break };
             run.push(RunChunk { index, begun });
             last = chunk;

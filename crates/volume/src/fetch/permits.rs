@@ -10,9 +10,13 @@
 //! image whose store is away from taking all of them. Invariant: a fetch that waits for a permit of
 //! the process holds one of a volume and no other, and a fetch that has both needs no further
 //! permit to end. So permits always come free (`tests/interleavings.rs`).
+//!
+//! Chunks of one request share permits: those of one fetch are for up to [`CHUNK_MAX`] bytes, so
+//! that short chunks get as many bytes in flight as long ones.
 
 use std::sync::Arc;
 
+use burgeon_image::CHUNK_MAX;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::budget::Budget;
@@ -66,10 +70,11 @@ impl PermitPool {
     }
 }
 
-/// The permits of one fetch.
+/// The permits of one fetch. Clones share them; they are given back with the last one.
+#[derive(Clone)]
 pub(crate) struct Permits {
-    _fetch: Permit,
-    background: Option<BackgroundPermit>,
+    _fetch: Arc<Permit>,
+    background: Option<Arc<BackgroundPermit>>,
 }
 
 /// The permit of a fetch that no reader asked for, and the mount that pays for it, if one does.
@@ -86,7 +91,7 @@ impl BackgroundPermit {
 
 impl Permits {
     pub(crate) fn new(fetch: Permit, background: Option<BackgroundPermit>) -> Self {
-        Self { _fetch: fetch, background }
+        Self { _fetch: Arc::new(fetch), background: background.map(Arc::new) }
     }
 
     /// True if no reader asked for the fetch.
@@ -99,9 +104,61 @@ impl Permits {
     }
 }
 
+/// The permits of the chunks of one request: one fetch's for each [`CHUNK_MAX`] of their bytes.
+#[derive(Default)]
+pub(crate) struct RunPermits {
+    newest: Option<Permits>,
+    /// Bytes that may still share the newest.
+    room: u64,
+}
+
+impl RunPermits {
+    /// Begins with a chunk of `len` bytes that has these.
+    pub(crate) fn of(permits: &Permits, len: u64) -> Self {
+        let room = u64::from(CHUNK_MAX).saturating_sub(len);
+        Self { newest: Some(permits.clone()), room }
+    }
+
+    /// Permits for a further chunk of `len` bytes; `more` gives those of another fetch.
+    pub(crate) fn take(
+        &mut self,
+        len: u64,
+        more: impl FnOnce() -> Option<Permits>,
+    ) -> Option<Permits> {
+        match &self.newest {
+            Some(permits) if len <= self.room => {
+                self.room -= len;
+                Some(permits.clone())
+            }
+            _ => {
+                let permits = more()?;
+                *self = Self::of(&permits, len);
+                Some(permits)
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{PermitPool, SharedPermits};
+    use super::{CHUNK_MAX, PermitPool, Permits, RunPermits, SharedPermits};
+
+    #[test]
+    fn chunks_of_a_run_share_permits_up_to_the_longest_chunk() {
+        let shared = SharedPermits::new(2, 2);
+        let pool = PermitPool::new(2, shared.fetches);
+        let more = || pool.try_take().map(|permit| Permits::new(permit, None));
+        let (mut run, quarter) = (RunPermits::default(), u64::from(CHUNK_MAX) / 4);
+        let mut held: Vec<_> = (0..9).filter_map(|_| run.take(quarter, more)).collect();
+        assert_eq!(held.len(), 8, "four for each of two permits");
+        assert!(run.take(1, more).is_none());
+        drop(run);
+        held.truncate(1);
+        let given_back = more();
+        assert!(given_back.is_some() && more().is_none(), "that of the last four");
+        held.clear();
+        assert!(more().is_some());
+    }
 
     #[test]
     fn a_volume_takes_its_own_share_and_the_process_bounds_all() {
