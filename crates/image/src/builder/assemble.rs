@@ -16,22 +16,20 @@ use std::collections::{HashMap, hash_map::Entry};
 use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, ObjectId, Result};
 use rayon::prelude::*;
 
-use super::{compress::compress, meter::Meter, reuse::Known};
+use super::{compress::compress, grouping::Grouping, meter::Meter, reuse::Known};
 use crate::{
-    CHUNK_MAX, Codec,
+    Codec,
     manifest::{ChunkEntry, Manifest},
     pack::PackWriter,
 };
 
-/// A part of a file's data: at most [`CHUNK_MAX`] bytes, starting at a block boundary.
+/// A part of a file's data: at most [`crate::CHUNK_MAX`] bytes, starting at a block boundary.
 pub(super) struct Piece {
     pub(super) node: u32,
     pub(super) file_offset: u64,
     /// Padded with zeros to whole blocks.
     pub(super) data: Vec<u8>,
     pub(super) digest: Digest,
-    /// Part of a bigger file: a chunk of its own, so that the file stays together.
-    pub(super) of_big_file: bool,
     /// Position of the bytes in layers that will be read again; gaps are zeros.
     pub(super) origins: Vec<Origin>,
 }
@@ -85,14 +83,6 @@ pub(super) struct Placed {
     origins: Vec<(u32, Origin)>,
 }
 
-/// From this length on, a group is closed where its content determines a cut: 128 KiB.
-const GROUP_MIN: usize = 128 << 10;
-/// … which happens after one piece in eight. Because cuts depend on content alone, images that
-/// contain the same run of files share its chunks, whatever precedes the run.
-const GROUP_CUT_MASK: u8 = 7;
-/// The tail of a big file joins a group if it is shorter than this; otherwise it is a chunk.
-const TAIL_MIN: usize = 32 << 10;
-
 /// Placeholder for the range of a derived chunk until it is known.
 pub(super) const NOWHERE: ByteRange = ByteRange::at(0, 0).unwrap();
 
@@ -144,6 +134,7 @@ struct PlacedChunk {
 pub(super) struct Assembler<'a> {
     pub(super) level: i32,
     pub(super) checksum: ChecksumKind,
+    pub(super) grouping: Grouping,
     pub(super) known: &'a Known,
     pub(super) meter: &'a Meter<'a>,
     /// Chunks are described but not stored: all pieces have origins.
@@ -164,7 +155,7 @@ pub(super) struct Assembled {
 impl Assembler<'_> {
     /// Consumes `input` to its end.
     pub(super) fn run(&self, input: &mut impl Input, packs: PackWriter) -> Result<Assembled> {
-        let mut placer = Placer::default();
+        let mut placer = Placer::new(self.grouping);
         let mut storer =
             Storer { known: self.known, packs, chunks: vec![], checksums: vec![], apart: false };
         let (mut raw, mut done) = (Vec::new(), Vec::new());
@@ -214,8 +205,8 @@ impl Assembler<'_> {
 }
 
 /// Assigns pieces to chunks.
-#[derive(Default)]
 struct Placer {
+    grouping: Grouping,
     /// Pieces of this image: chunk and offset.
     seen: HashMap<Digest, (u32, u32)>,
     placed: Placed,
@@ -228,6 +219,18 @@ struct Placer {
 }
 
 impl Placer {
+    fn new(grouping: Grouping) -> Self {
+        Self {
+            grouping,
+            seen: HashMap::new(),
+            placed: Placed::default(),
+            chunks: 0,
+            group: Vec::new(),
+            group_index: 0,
+            first: false,
+        }
+    }
+
     /// Takes the next wave and returns the chunks that it completes.
     fn next_wave(&mut self, input: &mut impl Input, ended: &mut bool) -> Result<Vec<RawChunk>> {
         let mut out = Vec::new();
@@ -261,7 +264,7 @@ impl Placer {
         let (chunk, offset) = match self.seen.get(&piece.digest) {
             Some(at) => *at,
             None => {
-                let alone = len == CHUNK_MAX as usize || (piece.of_big_file && len >= TAIL_MIN);
+                let alone = self.grouping.is_alone(len);
                 let at = if alone { (self.reserve(), 0) } else { self.join_group(&piece, out) };
                 self.seen.insert(piece.digest, at);
                 let of_chunk =
@@ -280,15 +283,11 @@ impl Placer {
 
     /// Appends a short piece to the open group, which is closed first if it must be cut here.
     fn join_group(&mut self, piece: &Piece, out: &mut Vec<RawChunk>) -> (u32, u32) {
-        let long_enough = self.group.len() >= GROUP_MIN;
-        if long_enough && piece.digest.as_bytes()[0] & GROUP_CUT_MASK == 0
-            || self.group.len() + piece.data.len() > CHUNK_MAX as usize
-        {
+        if self.grouping.ends(self.group.len(), piece.data.len(), &piece.digest) {
             self.close_group(out);
         }
         if self.group.is_empty() {
             self.group_index = self.reserve();
-            self.group = Vec::with_capacity(CHUNK_MAX as usize);
         }
         let offset = self.group.len() as u32;
         self.group.extend_from_slice(&piece.data);

@@ -12,6 +12,7 @@
 
 mod assemble;
 mod compress;
+mod grouping;
 mod in_place;
 mod meter;
 mod nodes;
@@ -36,6 +37,7 @@ use serde::{Deserialize, Serialize};
 pub use self::xattrs::{Xattrs, of_link as xattrs_of};
 pub use self::{
     assemble::Origin,
+    grouping::Grouping,
     outside::{Pattern, by_reference, computed},
     tar::{
         Description, FilePart, Gunzip, Layer, LayerHeaders, LayerLimits, Layers, Listed,
@@ -66,6 +68,8 @@ pub struct BuildOptions {
     pub level: i32,
     /// Kind of block checksum, also that of the mounted btrfs.
     pub checksum: ChecksumKind,
+    /// Lengths of the chunks of small files.
+    pub grouping: Grouping,
     /// Descend into file systems mounted below the directory.
     pub cross_mounts: bool,
     /// Reuse chunks that the store already holds, if `provenance` says that this host has stored
@@ -89,6 +93,7 @@ impl Default for BuildOptions {
         Self {
             level: LEVEL_DEFAULT,
             checksum: ChecksumKind::Crc32c,
+            grouping: Grouping::default(),
             cross_mounts: false,
             reuse: true,
             provenance: None,
@@ -216,9 +221,9 @@ pub fn from_directory(
             let first =
                 options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
             let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
-            let BuildOptions { level, checksum, .. } = *options;
-            let assembler =
-                Assembler { level, checksum, known: &known, meter: &meter, derived: false };
+            let BuildOptions { level, checksum, grouping, .. } = *options;
+            let (known, meter) = (&known, &meter);
+            let assembler = Assembler { level, checksum, grouping, known, meter, derived: false };
             let assembled =
                 write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
             let mut changed = input.changed;

@@ -250,7 +250,7 @@ impl<'a> DirectoryInput<'a> {
                 let data = read_range(&opened, 0, node.size).map_err(cannot)?;
                 read.wave.inline.push((file.node, data.into()));
             } else {
-                self.read_pieces(&opened, file.node, start..stop, node.size, &mut read.wave)
+                self.read_pieces(&opened, file.node, start..stop, &mut read.wave)
                     .map_err(cannot)?;
             }
             at = stop;
@@ -271,7 +271,6 @@ impl<'a> DirectoryInput<'a> {
         opened: &File,
         node: u32,
         range: std::ops::Range<u64>,
-        size: u64,
         wave: &mut Wave,
     ) -> io::Result<()> {
         let mut at = range.start;
@@ -280,10 +279,9 @@ impl<'a> DirectoryInput<'a> {
             let end = cut.min(range.end);
             let mut data = read_range(opened, at, end - at)?;
             data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
-            let of_big_file = size > u64::from(CHUNK_MAX);
             let digest = Digest::of(&data);
             let origins = Vec::new();
-            wave.pieces.push(Piece { node, file_offset: at, data, digest, of_big_file, origins });
+            wave.pieces.push(Piece { node, file_offset: at, data, digest, origins });
             at = end;
         }
         Ok(())

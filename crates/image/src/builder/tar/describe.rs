@@ -74,10 +74,9 @@ impl Layers {
             let one = OneLayer { layers: self, number, archive, entries: Vec::new() };
             let read = AtomicU64::new(0);
             let mut input = TarInput::new(one, self.meter(), WAVE_LEN, &read);
-            let (known, meter) = (Known::default(), Meter::new(&|_, _| ()));
-            let BuildOptions { level, checksum, .. } = *options;
-            let assembler =
-                Assembler { level, checksum, known: &known, meter: &meter, derived: true };
+            let (known, meter) = (&Known::default(), &Meter::new(&|_, _| ()));
+            let BuildOptions { level, checksum, grouping, .. } = *options;
+            let assembler = Assembler { level, checksum, grouping, known, meter, derived: true };
             let assembled = assembler.run(&mut input, PackWriter::none())?;
             let meter = Arc::clone(self.meter());
             Ok(Description { entries: input.archives.entries, assembled, meter })

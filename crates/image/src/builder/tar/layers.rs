@@ -272,9 +272,9 @@ pub fn from_layers(
                 bytes: Arc::clone(&bytes),
             };
             let mut input = TarInput::new(wanted, &meter, WAVE_LEN, &entries);
-            let BuildOptions { level, checksum, .. } = *options;
-            let meter = &progress;
-            let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
+            let BuildOptions { level, checksum, grouping, .. } = *options;
+            let (known, meter, derived) = (&known, &progress, false);
+            let assembler = Assembler { level, checksum, grouping, known, meter, derived };
             let assembled =
                 write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
             let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);

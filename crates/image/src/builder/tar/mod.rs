@@ -102,8 +102,9 @@ pub fn from_tar(
             let tree = ArchiveTree::new(layers.meter());
             let one = OneArchive { archive, layers: &layers, tree };
             let mut input = TarInput::new(one, layers.meter(), WAVE_LEN, &entries);
-            let BuildOptions { level, checksum, .. } = *options;
-            let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
+            let BuildOptions { level, checksum, grouping, .. } = *options;
+            let (known, derived) = (&known, false);
+            let assembler = Assembler { level, checksum, grouping, known, meter, derived };
             let assembled =
                 write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
             let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
@@ -291,7 +292,6 @@ impl<'a, A: Archives> TarInput<'a, A> {
 /// A piece that is being read.
 struct Cut {
     node: u32,
-    of_big_file: bool,
     offset: u64,
     data: Vec<u8>,
     origins: Vec<Origin>,
@@ -328,10 +328,9 @@ impl<'a> Cutter<'a> {
             last.node == open.node && same_window(last.offset) && start <= end
         });
         if !joins {
-            let of_big_file = open.size > u64::from(CHUNK_MAX);
             let data = Vec::with_capacity(len.next_multiple_of(BLOCK_SIZE) as usize);
             let (node, offset, origins) = (open.node, start, Vec::new());
-            self.pieces.push(Cut { node, of_big_file, offset, data, origins });
+            self.pieces.push(Cut { node, offset, data, origins });
         }
         let Some(cut) = self.pieces.last_mut() else { return Ok(()) };
         let at = offset - cut.offset;
@@ -369,10 +368,10 @@ impl<'a> Cutter<'a> {
 
     fn finish(self) -> Wave {
         let digest = |cut: Cut| {
-            let Cut { node, of_big_file, offset: file_offset, mut data, origins } = cut;
+            let Cut { node, offset: file_offset, mut data, origins } = cut;
             data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
             let digest = Digest::of(&data);
-            Piece { node, file_offset, data, digest, of_big_file, origins }
+            Piece { node, file_offset, data, digest, origins }
         };
         Wave {
             pieces: self.pieces.into_par_iter().map(digest).collect(),
