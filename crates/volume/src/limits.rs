@@ -6,8 +6,8 @@ use crate::{SharedKeys, SharedPermits};
 
 /// Chunks of one volume being fetched, decompressed, served or written to the cache at once. Each
 /// holds at most 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB. It is enough for the
-/// network: 32 × 256 KiB in flight at 50 ms a round trip is 160 MiB/s. Shorter chunks that come with
-/// one request share a permit, up to 256 KiB of them.
+/// network: 32 × 256 KiB in flight at 50 ms a round trip is 160 MiB/s. Shorter chunks that come
+/// with one request share a permit, up to 256 KiB of them.
 pub const FETCHES_MAX: usize = 32;
 
 /// The same over all volumes of a process: 64 × 512 KiB = 32 MiB, however many images are busy.
