@@ -60,6 +60,7 @@ pub use host::{
     },
     harden::{forbid_core_dumps, report_file_limit},
     mount_namespaces, mountinfo,
+    program::give_way,
     signals::{TerminationSignals, block_termination},
 };
 pub use id::{Fsid, MountId};

@@ -46,6 +46,8 @@ pub struct Reach {
     pub store: Location,
     /// An OCI layout, which is read.
     pub layout: Option<PathBuf>,
+    /// A folder with blobs, which is read.
+    pub content: Option<PathBuf>,
     /// The layout is written to.
     pub writes_layout: bool,
     /// The source is remote.
@@ -68,6 +70,7 @@ impl Reach {
             (Some(folder), true) => sandbox.write(folder).network(),
             (None, _) => with_credentials_of(sandbox.network(), &self.store),
         };
+        let sandbox = sandbox.read_if_there(self.content.clone());
         // A missing folder is reported when it is read.
         match self.layout.as_deref().filter(|folder| folder.exists()) {
             Some(folder) if self.writes_layout => sandbox.write(folder),
@@ -83,6 +86,7 @@ impl Reach {
             scratch: folder.to_owned(),
             store: folder.to_owned().into(),
             layout: (!is_remote).then(|| folder.to_owned()),
+            content: None,
             writes_layout: false,
             is_remote,
             registry: None,

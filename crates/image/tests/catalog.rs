@@ -71,6 +71,31 @@ fn removed_images_are_collected_and_shared_packs_stay() {
 }
 
 #[test]
+fn one_image_is_collected_and_others_without_a_name_stay() {
+    let (folder, store, [a, b]) = two();
+    let root = folder.path().join("c");
+    plant(&root, 9);
+    let c = from_directory(&store, "c", &root).image.digest().unwrap();
+    catalog::remove(&store, "a", "me").unwrap();
+    assert!(!catalog::gc_image(&store, &[c], "c").unwrap(), "this host needs it");
+    let packs = store.list("packs").unwrap().len();
+    assert!(catalog::gc_image(&store, &[], "c").unwrap());
+    assert_eq!(catalog::resolve(&store, "c").unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(catalog::load_bytes(&store, &c).unwrap_err().kind(), ErrorKind::NotFound);
+    assert!(store.list("packs").unwrap().len() < packs);
+    // An image whose name was removed waits for a collection of all, and so do its packs.
+    for image in [&a, &b] {
+        assert!(verify(&store, image).damage.is_empty());
+    }
+    assert!(catalog::gc_image(&store, &[], "c").unwrap(), "it is gone already");
+    // One more name keeps the image.
+    let b = catalog::resolve(&store, "b").unwrap();
+    catalog::publish_alias(&store, &b, "other").unwrap();
+    assert!(catalog::gc_image(&store, &[], "b").unwrap());
+    assert!(verify(&store, &b.digest().unwrap()).damage.is_empty());
+}
+
+#[test]
 fn a_name_whose_record_is_damaged_can_be_removed() {
     let (_folder, store, [_, b]) = two();
     fs::write(store.root().join("images/a"), b"{").unwrap();

@@ -242,6 +242,7 @@ impl Blobs {
                         diff_id,
                         is_repeated,
                         count: &count,
+                        content: work.content,
                         read: work.read,
                         unpacked: OnceLock::new(),
                         mislisted: OnceLock::new(),
@@ -290,7 +291,8 @@ impl Blobs {
         let object = self.layer_object(digest)?;
         let stored = stored_layer(own, &object, *size);
         let is_stored = stored.is_some();
-        let blob = match stored {
+        let given = || content_blob(layer_fetch.content?, digest, *size);
+        let blob = match stored.or_else(given) {
             Some(file) => Box::new(file),
             None => self.rest(layer_fetch.layer, spool.as_ref()).map_err(cannot)?,
         };
@@ -330,6 +332,13 @@ fn in_lanes(lanes: usize, lane: &(dyn Fn() -> Result<()> + Sync)) -> Result<()> 
 /// Opens the layer `object` of `size` bytes in `own`, if it is stored there.
 fn stored_layer(own: Option<&Directory>, object: &ObjectId, size: u64) -> Option<File> {
     let file = open_checked(&own?.path_of(object), Manner::Stored).ok()?;
+    file.metadata().is_ok_and(|of| of.len() == size).then_some(file)
+}
+
+/// Opens the blob `digest` of `size` bytes in `content`, if it is there. Others may remove it at
+/// any time.
+fn content_blob(content: &Path, digest: &OciDigest, size: u64) -> Option<File> {
+    let file = open_checked(&content.join(digest.hex()), Manner::Stored).ok()?;
     file.metadata().is_ok_and(|of| of.len() == size).then_some(file)
 }
 
@@ -400,6 +409,8 @@ struct LayerFetch<'a> {
     is_repeated: bool,
     /// Called with the number of bytes just fetched.
     count: &'a (dyn Fn(u64) + Sync),
+    /// As in [`Work`].
+    content: Option<&'a Path>,
     read: &'a ReadLayers,
     /// Digest of the unpacked layer.
     unpacked: OnceLock<OciDigest>,
@@ -493,6 +504,7 @@ mod tests {
             diff_id: None,
             is_repeated: false,
             count,
+            content: None,
             read: read_layers,
             unpacked: OnceLock::new(),
             mislisted: OnceLock::new(),

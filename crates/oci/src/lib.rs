@@ -80,6 +80,9 @@ pub struct Work<'a> {
     /// This host's own store, if images are made there. It keeps the fetched layers; images read
     /// them through an index, and they are not fetched again.
     pub own: Option<&'a Directory>,
+    /// Another folder with blobs, each named by the hexadecimal digits of its SHA-256. Layers are
+    /// read from it if they are there, and checked like any others.
+    pub content: Option<&'a Path>,
     /// The records of tags, and when to resolve tags again.
     pub tags: Tags<'a>,
     /// The documents that this host keeps; this crate only reads them.

@@ -38,6 +38,7 @@ fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_
         read: &ReadLayers::default(),
         spool,
         own,
+        content: None,
         options: &options,
         fetching: &fetching,
         building: &building,

@@ -29,6 +29,7 @@ fn read(layout: &Path) -> Vec<Unpacked> {
             read: &read,
             spool: layout,
             own: None,
+            content: None,
             options: &options,
             fetching: &|_, _| (),
             building: &|_| (),

@@ -29,6 +29,7 @@ fn with_work<T>(spool: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T
         read: &ReadLayers::default(),
         spool,
         own: Some(own),
+        content: None,
         options: &options,
         fetching: &|_, _| (),
         building: &|_| (),

@@ -39,6 +39,7 @@ fn with_work<T>(folder: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> 
         read: &ReadLayers::default(),
         spool: folder,
         own: Some(own),
+        content: None,
         options: &options,
         fetching: &|_, _| (),
         building: &|_| (),

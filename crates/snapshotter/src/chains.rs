@@ -21,6 +21,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 use crate::{
+    image_index::{ImageIndex, IndexMade, IndexPolicy},
     keys::NamesInUse,
     model::RemoteLayer,
     remote::{self, LayerChain, Layers},
@@ -44,6 +45,18 @@ impl Chains {
     /// A reference to mount the chain from, or why its layers are local.
     pub(crate) fn claim(&self, limit: Duration, wanted: LayerChain) -> Result<String, String> {
         remote::claim_within(limit, &self.layers, &self.claims, wanted)
+    }
+
+    pub(crate) fn index_policy(&self) -> IndexPolicy {
+        self.layers.index_policy()
+    }
+
+    pub(crate) fn make_index(&self, index: &ImageIndex) -> Result<IndexMade> {
+        self.layers.make_index(&index.image, &index.manifest)
+    }
+
+    pub(crate) fn remove_index(&self, index: &ImageIndex) -> Result<()> {
+        self.layers.remove_index(&index.image, &index.manifest)
     }
 
     /// Why nothing more may be made above the chain: the first source that is refused, and whether

@@ -7,28 +7,34 @@
 //!     snapshots/ID/fs    what the snapshot adds to its parents, as overlayfs has it
 //!     snapshots/ID/work  overlayfs's own, of an active snapshot
 //!     chains/ID          where a remote layer and all below it are mounted (chains.rs)
+//!     indexes/HEX        the index of an image (indexes.rs), by the digest of its manifest
 //!     trash/ID           a removed snapshot's folder
 //! ```
 //!
 //! A change is one rename or unlink in `records`. The order makes each moment consistent: a folder
 //! is durable before its record, and a record is gone before its folder is.
 //!
-//! Invariants: a snapshot whose record was written has its folder, also after a power failure; a
-//! folder without a record goes into the trash when a process opens the root; after an `fsync` that
-//! failed nothing more is written. Held by `tests/crashes.rs`, which stops at every step.
+//! Invariants: a snapshot whose record was written has its folder, also after a power failure, but
+//! for a native container, whose folder is made anew when it is committed; a folder without a
+//! record goes into the trash when a process opens the root; after an `fsync` that failed nothing
+//! more is written. Held by `tests/steps.rs`, which stops at every step.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicI64, Ordering},
+    },
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use crate::{
+    image_index::{INDEXES_MAX, ImageIndex},
     model::{SNAPSHOTS_MAX, Snapshot},
     overlay, record, walk,
 };
@@ -37,6 +43,7 @@ const RECORDS: &str = "records";
 const SNAPSHOTS: &str = "snapshots";
 const TRASH: &str = "trash";
 const CHAINS: &str = "chains";
+const INDEXES: &str = "indexes";
 const DAMAGED: &str = ".damaged";
 
 /// The owner and mode of a new snapshot's root.
@@ -66,6 +73,8 @@ pub struct Loaded {
     pub snapshots: Vec<Snapshot>,
     /// Damaged records, each with its cause.
     pub damaged: Vec<String>,
+    /// The indexes that were made here, or tried.
+    pub indexes: Vec<ImageIndex>,
     last_id: u64,
 }
 
@@ -84,6 +93,10 @@ pub(crate) struct Disk {
     is_broken: AtomicBool,
     /// For tests: the number of steps until this process seems to die.
     pub(crate) steps_left: AtomicI64,
+    /// For tests: the number of steps until one finds no space.
+    pub(crate) steps_until_full: AtomicI64,
+    /// Folders of removed snapshots that are not in the trash yet.
+    undiscarded: Mutex<Vec<u64>>,
     _lock: File,
 }
 
@@ -94,8 +107,10 @@ impl Disk {
         let root = make_root(root)?;
         let lock = take_lock(&root)?;
         let is_broken = AtomicBool::new(false);
-        let disk = Self { root, is_broken, steps_left: AtomicI64::new(i64::MAX), _lock: lock };
-        for name in [RECORDS, SNAPSHOTS, TRASH, CHAINS] {
+        let [steps_left, steps_until_full] = [i64::MAX; 2].map(AtomicI64::new);
+        let undiscarded = Mutex::default();
+        let disk = Self { root, is_broken, steps_left, steps_until_full, undiscarded, _lock: lock };
+        for name in [RECORDS, SNAPSHOTS, TRASH, CHAINS, INDEXES] {
             make_private(&disk.root.join(name))?;
         }
         disk.sync(&disk.root)?;
@@ -117,10 +132,6 @@ impl Disk {
     /// The folder of the mount points of remote chains.
     pub(crate) fn chains(&self) -> PathBuf {
         self.root.join(CHAINS)
-    }
-
-    fn record(&self, id: u64) -> PathBuf {
-        self.root.join(RECORDS).join(id.to_string())
     }
 
     /// Makes the folders of a snapshot that has no record yet, durably.
@@ -148,33 +159,73 @@ impl Disk {
     /// Writes the record of a snapshot, in place of its earlier one. When this returns, it is
     /// durable.
     pub(crate) fn write(&self, snapshot: &Snapshot) -> Result<()> {
-        let path = self.record(snapshot.id);
+        self.write_in(RECORDS, &snapshot.id.to_string(), &record::encode(snapshot)?)
+    }
+
+    /// Writes the record of an index, in place of its earlier one. When this returns, it is
+    /// durable.
+    pub(crate) fn write_index(&self, index: &ImageIndex) -> Result<()> {
+        self.write_in(INDEXES, index.record_name()?, &record::encode_index(index)?)
+    }
+
+    /// Writes the file `name` in `folder`, in place of an earlier one, durably.
+    fn write_in(&self, folder: &str, name: &str, bytes: &[u8]) -> Result<()> {
+        let folder = self.root.join(folder);
+        let path = folder.join(name);
         let new = path.with_extension("new");
         let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
-        let bytes = record::encode(snapshot)?;
+        let written = self.write_new(&new, bytes).and_then(|()| {
+            self.step()?;
+            fs::rename(&new, &path).map_err(failed)
+        });
+        if let Err(error) = written {
+            // It takes space on a disk that may be full. The next start removes it, too.
+            let _ = self.step().map(|()| fs::remove_file(&new));
+            return Err(error);
+        }
+        self.sync(&folder)
+    }
+
+    fn write_new(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
         self.step()?;
         let flags = OFlags::NOFOLLOW.bits() as i32;
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true).mode(0o600).custom_flags(flags);
-        let mut file = options.open(&new).map_err(failed)?;
+        let mut file = options.open(path).map_err(failed)?;
         self.step()?;
-        file.write_all(&bytes).map_err(failed)?;
-        self.step()?;
-        self.synced(&new, file.sync_all())?;
-        self.step()?;
-        fs::rename(&new, &path).map_err(failed)?;
-        self.sync(&self.root.join(RECORDS))
+        file.write_all(bytes).map_err(failed)?;
+        self.sync_step()?;
+        self.synced(path, file.sync_all())
     }
 
     /// Removes the record of a snapshot, durably.
     pub(crate) fn remove_record(&self, id: u64) -> Result<()> {
-        let path = self.record(id);
+        self.remove_in(RECORDS, &id.to_string())
+    }
+
+    /// Removes the record of an index, durably.
+    pub(crate) fn remove_index(&self, index: &ImageIndex) -> Result<()> {
+        self.remove_in(INDEXES, index.record_name()?)
+    }
+
+    fn remove_in(&self, folder: &str, name: &str) -> Result<()> {
+        let folder = self.root.join(folder);
+        let path = folder.join(name);
         self.step()?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 Err(Error::io(format!("cannot remove {}", path.display()), e))
             }
-            _ => self.sync(&self.root.join(RECORDS)),
+            _ => self.sync(&folder),
+        }
+    }
+
+    /// Discards the folder of a snapshot without a record, or has the cleaner do it if that fails.
+    pub(crate) fn discard_some_time(&self, id: u64) {
+        if let Err(error) = self.discard(id) {
+            tracing::warn!(%error, "the files of a removed snapshot stay for now");
+            self.undiscarded.lock().unwrap_or_else(PoisonError::into_inner).push(id);
         }
     }
 
@@ -204,6 +255,9 @@ impl Disk {
     /// Removes what lies in the trash. Goes on after an error, and returns the first one: a busy
     /// folder is removed another time.
     pub(crate) fn empty_trash(&self) -> Result<()> {
+        let undiscarded =
+            std::mem::take(&mut *self.undiscarded.lock().unwrap_or_else(PoisonError::into_inner));
+        undiscarded.into_iter().for_each(|id| self.discard_some_time(id));
         let trash = self.root.join(TRASH);
         let failed = |e| Error::io(format!("cannot read {}", trash.display()), e);
         let mut first = Ok(());
@@ -226,7 +280,7 @@ impl Disk {
     }
 
     fn sync(&self, folder: &Path) -> Result<()> {
-        self.step()?;
+        self.sync_step()?;
         self.synced(folder, open_to_sync(folder)?.sync_all())
     }
 
@@ -246,8 +300,18 @@ impl Disk {
         self.root.join(RECORDS).join(format!("{id}{DAMAGED}")).exists()
     }
 
-    /// Before each change of the disk.
+    /// Before each change of the disk that may take space.
     fn step(&self) -> Result<()> {
+        self.sync_step()?;
+        if self.steps_until_full.fetch_sub(1, Ordering::Relaxed) == 1 {
+            let full = io::Error::from(rustix::io::Errno::NOSPC);
+            return Err(Error::io("the test fills the disk here", full));
+        }
+        Ok(())
+    }
+
+    /// Before each sync.
+    fn sync_step(&self) -> Result<()> {
         if self.is_broken.load(Ordering::Relaxed) {
             let what = format!(
                 "an earlier sync in {} failed: check the disk, then restart the snapshotter",
@@ -288,6 +352,14 @@ impl Disk {
             loaded.last_id = loaded.last_id.max(id.unwrap_or(0));
             if !id.is_some_and(|id| kept.contains(&id)) {
                 self.discard_named(&name)?;
+            }
+        }
+        let indexes = self.root.join(INDEXES);
+        let failed = |e| Error::io(format!("cannot read {}", indexes.display()), e);
+        for entry in indexes.read_dir().map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if path.extension().is_some_and(|extension| extension == "new") {
+                fs::remove_file(&path).map_err(failed)?;
             }
         }
         // A removed chain stays mounted until the cleaner comes: another one must not find it.
@@ -336,15 +408,45 @@ pub fn read(root: &Path) -> Result<Loaded> {
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
     }
+    loaded.indexes = read_indexes(&root.join(INDEXES))?;
     Ok(loaded)
 }
 
-fn read_one(path: &Path, id: u64) -> Result<Snapshot> {
+/// The records of indexes. A damaged one is left out: the index is made once more.
+fn read_indexes(folder: &Path) -> Result<Vec<ImageIndex>> {
+    let failed = |e| Error::io(format!("cannot read {}", folder.display()), e);
+    let mut indexes = Vec::new();
+    let entries = match folder.read_dir() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(indexes),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries.take(2 * INDEXES_MAX) {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.extension().is_some() {
+            continue;
+        }
+        match read_bytes(&path).and_then(|bytes| record::decode_index(&bytes)) {
+            Ok(index) if index.record_name().is_ok_and(|own| own == name) => indexes.push(index),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Ok(_) => tracing::warn!(path = %path.display(), "it is the record of another index"),
+            Err(error) => tracing::warn!(path = %path.display(), %error, "an index is forgotten"),
+        }
+    }
+    Ok(indexes)
+}
+
+fn read_bytes(path: &Path) -> Result<Vec<u8>> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(record::RECORD_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
+}
+
+fn read_one(path: &Path, id: u64) -> Result<Snapshot> {
+    let bytes = read_bytes(path)?;
     let wrong =
         |e: Error| Error::with_source(e.kind(), format!("cannot read {}", path.display()), e);
     let snapshot = record::decode(&bytes).map_err(wrong)?;

@@ -6,6 +6,7 @@
 //!                                    (api)      (filter)     ├─► overlay   mounts for containerd
 //!                                                            ├─► chains    mounts of remote layers
 //!                                                            ├─► native    containers with own mounts
+//!                                                            ├─► indexes   of images, in the background
 //!                                                            └─► remote    `Layers`: who mounts them
 //! ```
 //!
@@ -18,6 +19,8 @@ pub mod containers;
 mod difference;
 mod disk;
 pub mod filter;
+mod image_index;
+mod indexes;
 mod keys;
 pub mod model;
 mod native;
@@ -31,5 +34,6 @@ mod walk;
 
 pub use containers::{Containers, matches, repository};
 pub use disk::{Loaded, read};
+pub use image_index::{ImageIndex, IndexMade, IndexPolicy, IndexState};
 pub use server::{Socket, serve};
 pub use snapshotter::{CallError, CallResult, Snapshotter};

@@ -19,13 +19,18 @@ use std::{
 
 use burgeon_block::Result;
 
-use crate::model::Labels;
+use crate::{
+    image_index::{IndexMade, IndexPolicy, hex_of},
+    model::{Labels, Snapshot, SnapshotKind},
+};
 
 /// The label with the wanted chain ID, of a snapshot into which a layer is to be unpacked.
 pub(crate) const REF: &str = "containerd.io/snapshot.ref";
-const IMAGE: &str = "containerd.io/snapshot/cri.image-ref";
-const MANIFEST: &str = "containerd.io/snapshot/cri.manifest-digest";
-const LAYER: &str = "containerd.io/snapshot/cri.layer-digest";
+pub(crate) const IMAGE: &str = "containerd.io/snapshot/cri.image-ref";
+pub(crate) const MANIFEST: &str = "containerd.io/snapshot/cri.manifest-digest";
+pub(crate) const LAYER: &str = "containerd.io/snapshot/cri.layer-digest";
+/// The layer and those above it.
+pub(crate) const LAYERS: &str = "containerd.io/snapshot/cri.image-layers";
 
 /// The longest time for a claim: containerd's pull waits for it.
 pub const CLAIM_TIME: Duration = Duration::from_secs(5);
@@ -80,6 +85,14 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn serve(&self) -> Result<()>;
     /// Unmounts a chain, without waiting for its users.
     fn unmount(&self, at: &Path) -> Result<()>;
+    /// What the configuration says about indexes now.
+    fn index_policy(&self) -> IndexPolicy;
+    /// Makes the index of the image `image`, as it was typed, with the manifest `manifest`, by
+    /// which a later claim of its chains may succeed. It may take long, and gives others priority.
+    /// One that was not finished is never used.
+    fn make_index(&self, image: &str, manifest: &str) -> Result<IndexMade>;
+    /// Removes the index of that image, if there is one.
+    fn remove_index(&self, image: &str, manifest: &str) -> Result<()>;
 }
 
 /// Claims that are asked for at the same time: those of a registry that hangs outlive their limit.
@@ -117,4 +130,19 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+/// The image and the digest of its manifest, if these are the labels of its topmost layer.
+/// containerd lists a layer and those above it, and cuts long lists, but never to the first entry.
+fn top_of(labels: &Labels) -> Option<(&str, &str)> {
+    let label = |key: &str| labels.get(key).map(String::as_str);
+    let is_top = label(LAYER)? == label(LAYERS)?;
+    let manifest = label(MANIFEST).filter(|manifest| hex_of(manifest).is_some());
+    Some((label(IMAGE)?, manifest?)).filter(|_| is_top)
+}
+
+/// The image and the digest of its manifest, if the layer completes one that was unpacked.
+pub(crate) fn completed_image(snapshot: &Snapshot) -> Option<(&str, &str)> {
+    let is_unpacked = snapshot.kind == SnapshotKind::Committed && snapshot.why_local.is_some();
+    top_of(&snapshot.labels).filter(|_| is_unpacked)
 }

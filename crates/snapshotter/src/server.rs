@@ -76,6 +76,7 @@ impl Socket {
 pub fn serve(snapshotter: Arc<Snapshotter>, socket: Socket) -> Result<()> {
     let failed = |what: &'static str| move |e| Error::io(what, e);
     snapshotter.start_cleaner().map_err(failed("cannot start a thread"))?;
+    snapshotter.start_indexer().map_err(failed("cannot start a thread"))?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .enable_all()

@@ -9,14 +9,14 @@
 //! one thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -27,6 +27,7 @@ use crate::{
     containers::Containers,
     disk::{Disk, RootAttributes},
     filter::Filter,
+    image_index::ImageIndex,
     keys::{NamesInUse, Taken},
     model::{Labels, Native, Refusal, RemoteLayer, Snapshot, SnapshotKind, Snapshots, Usage},
     overlay,
@@ -67,9 +68,13 @@ pub struct Snapshotter {
     all: Mutex<Snapshots>,
     keys: NamesInUse,
     options: overlay::Options,
-    trash: Trash,
+    trash: Bell,
+    /// Rings when an image was unpacked or removed.
+    pub(crate) images: Bell,
+    /// By the digest of the manifest. The indexer's thread alone changes them.
+    indexes: Mutex<BTreeMap<String, ImageIndex>>,
     /// `None`: all layers are local.
-    chains: Option<Chains>,
+    pub(crate) chains: Option<Chains>,
     pub(crate) containers: Containers,
     /// Chains whose refusal is in the log.
     refused: Mutex<HashSet<u64>>,
@@ -82,11 +87,11 @@ pub(crate) struct Below {
     remote: Option<(u64, RemoteLayer)>,
 }
 
-/// Tells the thread that empties the trash that something is in it.
+/// Tells a thread that there is something to do.
 #[derive(Debug, Default)]
-struct Trash {
-    is_full: Mutex<bool>,
-    filled: Condvar,
+pub(crate) struct Bell {
+    has_rung: Mutex<bool>,
+    rings: Condvar,
     is_over: AtomicBool,
 }
 
@@ -99,12 +104,16 @@ impl Snapshotter {
             tracing::error!(%problem, "a snapshot is lost");
         }
         let last_id = loaded.last_id();
+        let indexes = loaded.indexes.into_iter().map(ImageIndex::at_start);
         Ok(Self {
             disk,
             all: Mutex::new(Snapshots::new(loaded.snapshots, last_id)),
             keys: NamesInUse::default(),
             options: overlay::Options::of_kernel(),
-            trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
+            // An earlier process may have left something.
+            trash: Bell { has_rung: Mutex::new(true), ..Bell::default() },
+            images: Bell::default(),
+            indexes: Mutex::new(indexes.map(|one| (one.manifest.clone(), one)).collect()),
             chains: None,
             containers: Containers::default(),
             refused: Mutex::default(),
@@ -127,19 +136,26 @@ impl Snapshotter {
     pub fn start_cleaner(self: &Arc<Self>) -> std::io::Result<thread::JoinHandle<()>> {
         let this = Arc::clone(self);
         thread::Builder::new().name("cleaner".into()).spawn(move || {
-            while this.trash.wait() {
-                if let Err(error) = this.empty_trash() {
+            let mut is_start = true;
+            while this.trash.wait(None) {
+                match this.empty_trash() {
+                    Ok(()) if is_start => {}
+                    // An image that was mounted until now may have an index to be removed.
+                    Ok(()) => this.images.ring(),
                     // The next Remove, or containerd's next Cleanup, tries again.
-                    tracing::warn!(%error, "a removed snapshot stays for now");
+                    Err(error) => tracing::warn!(%error, "a removed snapshot stays for now"),
                 }
+                is_start = false;
             }
         })
     }
 
-    /// Ends the thread of [`Self::start_cleaner`].
+    /// Ends the threads of [`Self::start_cleaner`] and [`Self::start_indexer`].
     pub fn end(&self) {
-        self.trash.is_over.store(true, Ordering::Relaxed);
-        self.trash.fill();
+        for bell in [&self.trash, &self.images] {
+            bell.is_over.store(true, Ordering::Relaxed);
+            bell.ring();
+        }
     }
 
     /// Makes an active snapshot or a view, and returns its mounts.
@@ -194,7 +210,7 @@ impl Snapshotter {
         let taken = self.take(&[key], parent)?;
         let planned = self.lock().plan_create(kind, key, parent, labels, SystemTime::now());
         // The parent may be gone since its chain was mounted: the cleaner looks.
-        let mut snapshot = planned.inspect_err(|_| self.trash.fill())?;
+        let mut snapshot = planned.inspect_err(|_| self.trash.ring())?;
         (snapshot.why_local, snapshot.why_overlay) = (why_local, why_overlay);
         snapshot.native = is_native.then(Native::default);
         let made = self.root_attributes(&snapshot, above.as_deref()).and_then(|attributes| {
@@ -206,8 +222,10 @@ impl Snapshotter {
         });
         if let Err(error) = made {
             // Perhaps the record was renamed, and only its sync failed.
-            self.disk.remove_record(snapshot.id).and_then(|()| self.disk.discard(snapshot.id)).ok();
-            self.trash.fill();
+            if self.disk.remove_record(snapshot.id).is_ok() {
+                self.disk.discard_some_time(snapshot.id);
+            }
+            self.trash.ring();
             return Err(error.into());
         }
         self.lock().put(None, snapshot.clone());
@@ -220,7 +238,7 @@ impl Snapshotter {
         self.mount_new_native(&snapshot).inspect_err(|_| {
             // Perhaps it was removed meanwhile, and its mount was made after that.
             drop(self.remove(key));
-            self.trash.fill();
+            self.trash.ring();
         })
     }
 
@@ -356,10 +374,13 @@ impl Snapshotter {
         self.disk.sync_layer(snapshot.id)?;
         snapshot.usage = Some(self.measure(snapshot.id)?);
         self.disk.write(&snapshot)?;
+        if remote::completed_image(&snapshot).is_some() {
+            self.images.ring();
+        }
         self.lock().put(Some(key), snapshot);
         if before.is_some() {
             // Its mount and its writes are not needed any more.
-            self.trash.fill();
+            self.trash.ring();
         }
         tracing::info!(key, name, "committed a snapshot");
         Ok(())
@@ -371,12 +392,10 @@ impl Snapshotter {
         let snapshot = self.lock().plan_remove(key)?;
         self.disk.remove_record(snapshot.id)?;
         self.lock().forget(key);
-        if snapshot.remote.is_none()
-            && let Err(error) = self.disk.discard(snapshot.id)
-        {
-            tracing::warn!(%error, "a removed snapshot stays until the next start");
+        if snapshot.remote.is_none() {
+            self.disk.discard_some_time(snapshot.id);
         }
-        self.trash.fill();
+        self.trash.ring();
         tracing::info!(key, "removed a snapshot");
         Ok(())
     }
@@ -419,7 +438,7 @@ impl Snapshotter {
 
     /// Has the rest of earlier removals done.
     pub fn cleanup(&self) {
-        self.trash.fill();
+        self.trash.ring();
     }
 
     fn measure(&self, id: u64) -> Result<Usage> {
@@ -449,6 +468,10 @@ impl Snapshotter {
         self.keys.take(alone, shared).ok_or_else(busy)
     }
 
+    pub(crate) fn known_indexes(&self) -> MutexGuard<'_, BTreeMap<String, ImageIndex>> {
+        self.indexes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, Snapshots> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -457,6 +480,18 @@ impl Snapshotter {
     #[doc(hidden)]
     pub fn die_after(&self, steps: i64) {
         self.disk.steps_left.store(steps, Ordering::Relaxed);
+    }
+
+    /// For tests: the disk is full at the step with this number, and has space again after it.
+    #[doc(hidden)]
+    pub fn be_full_at(&self, step: i64) {
+        self.disk.steps_until_full.store(step, Ordering::Relaxed);
+    }
+
+    /// For tests: the number of steps until the disk is full; 0 or less afterwards.
+    #[doc(hidden)]
+    pub fn steps_until_full(&self) -> i64 {
+        self.disk.steps_until_full.load(Ordering::Relaxed)
     }
 
     /// The background thread's work: deletes removed folders, unmounts removed chains.
@@ -475,20 +510,31 @@ impl Snapshotter {
     }
 }
 
-impl Trash {
-    fn fill(&self) {
-        *self.is_full.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.filled.notify_all();
+impl Bell {
+    pub(crate) fn ring(&self) {
+        *self.has_rung.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.rings.notify_all();
     }
 
-    /// Waits until something is in the trash; false at the end.
-    fn wait(&self) -> bool {
-        let mut is_full = self.is_full.lock().unwrap_or_else(PoisonError::into_inner);
-        while !*is_full {
-            is_full = self.filled.wait(is_full).unwrap_or_else(PoisonError::into_inner);
-        }
-        *is_full = false;
-        !self.is_over.load(Ordering::Relaxed)
+    pub(crate) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    /// Waits until it rings, or until `limit` has passed; false at the end.
+    pub(crate) fn wait(&self, limit: Option<Duration>) -> bool {
+        let has_rung = self.has_rung.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_quiet = |has_rung: &mut bool| !*has_rung;
+        let mut has_rung = match limit {
+            None => {
+                self.rings.wait_while(has_rung, is_quiet).unwrap_or_else(PoisonError::into_inner)
+            }
+            Some(limit) => {
+                let waited = self.rings.wait_timeout_while(has_rung, limit, is_quiet);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        };
+        *has_rung = false;
+        !self.is_over()
     }
 }
 

@@ -3,78 +3,19 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{path::PathBuf, sync::Arc};
 
-use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_snapshotter::{
     CallError, CallResult, Snapshotter, api,
     filter::Filter,
     model::{Labels, Refusal, SnapshotKind},
-    remote::{LayerChain, Layers},
 };
+use fake::{Fake, labels_of};
 
-/// Claims what does not begin with `local`; mounts nothing.
-#[derive(Debug, Default)]
-struct Fake {
-    asked: AtomicUsize,
-    /// Snapshots whose writes were removed.
-    removed: Mutex<Vec<u64>>,
-}
-
-impl Layers for Fake {
-    fn claim(&self, wanted: &LayerChain) -> Result<String, String> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
-        match wanted.image.starts_with("local") {
-            true => Err("it is local".to_owned()),
-            false if wanted.image == "panic" => panic!("as a test"),
-            false => Ok(format!("{}#{}", wanted.image, wanted.chain)),
-        }
-    }
-
-    fn refused(&self, source: &str) -> Option<String> {
-        source.starts_with("forged").then(|| format!("{source} is forged"))
-    }
-
-    fn mount(&self, source: &str, _: &Path) -> Result<()> {
-        Err(Error::new(ErrorKind::Unavailable, format!("{source} is away")))
-    }
-
-    fn mount_native(&self, source: &str, at: &Path, _: u64) -> Result<()> {
-        self.mount(source, at)
-    }
-
-    fn remove_writes(&self, id: u64) -> Result<()> {
-        self.removed.lock().unwrap().push(id);
-        Ok(())
-    }
-
-    fn serve(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn unmount(&self, _: &Path) -> Result<()> {
-        Ok(())
-    }
-}
+mod fake;
 
 fn open(root: PathBuf) -> Snapshotter {
     Snapshotter::open(&root).unwrap().with_layers(Arc::new(Fake::default()))
-}
-
-fn labels(chain: &str, image: &str) -> Labels {
-    let pairs = [
-        ("containerd.io/snapshot.ref", chain),
-        ("containerd.io/snapshot/cri.image-ref", image),
-        ("containerd.io/snapshot/cri.manifest-digest", "sha256:m"),
-        ("containerd.io/snapshot/cri.layer-digest", "sha256:l"),
-    ];
-    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
 
 fn prepare(
@@ -84,7 +25,7 @@ fn prepare(
     chain: &str,
     image: &str,
 ) -> CallResult<Vec<api::Mount>> {
-    all.create(SnapshotKind::Active, key, parent, labels(chain, image))
+    all.create(SnapshotKind::Active, key, parent, labels_of(chain, image, "sha256:m", false))
 }
 
 fn exists<T: std::fmt::Debug>(answer: CallResult<T>) -> bool {

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 54] = [
+pub(crate) const QUICK: [&str; 55] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -27,6 +27,7 @@ pub(crate) const QUICK: [&str; 54] = [
     "hostile",
     "hosts",
     "identities",
+    "indexes",
     "injected_bugs",
     "interleavings",
     "layers",
@@ -61,7 +62,7 @@ pub(crate) const QUICK: [&str; 54] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 91] = [
+const OTHERS: [&str; 92] = [
     "accelerated",
     "accelerated_units",
     "archives",
@@ -89,6 +90,7 @@ const OTHERS: [&str; 91] = [
     "health",
     "hit_path",
     "holders",
+    "image_indexes",
     "index",
     "index_registry",
     "kernel",

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::parse_store;
 use crate::{
-    config::{self, Format, KEYS, Setting, Sharing},
+    config::{self, Format, KEYS, Setting, Sharing, SnapshotterConfig},
     global::{self, Global},
     output::{self, counted},
     pull::Pull,
@@ -154,6 +154,16 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
                 of_file(&config.registry.kubelet_provider_dir, Value::Null)
             }
             "snapshotter.trust" => of_file(&config.snapshotter.trust, json!([])),
+            "snapshotter.index" => of_file(&config.snapshotter.index, json!(true)),
+            "snapshotter.index-min" => {
+                of_file(&config.snapshotter.index_min, json!(SnapshotterConfig::INDEX_MIN))
+            }
+            "snapshotter.index-max" => {
+                of_file(&config.snapshotter.index_max, json!(SnapshotterConfig::INDEX_MAX))
+            }
+            "snapshotter.index-kept" => {
+                of_file(&config.snapshotter.index_kept, json!(SnapshotterConfig::INDEX_KEPT))
+            }
             "mount.reserve" => of_file(&mount.reserve, json!(false)),
             "mount.fetch-limit" => of_file(&mount.fetch_limit, Value::Null),
             "mount.fill" => of_file(&mount.fill, json!(false)),

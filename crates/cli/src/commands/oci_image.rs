@@ -198,9 +198,9 @@ fn print_notes(found: &FoundImage) {
     }
 }
 
-/// True if the state directory's own store has the OCI image `text`, or its index, made without
-/// tables of contents.
-pub(super) fn has_checked(context: &Context, text: &str) -> burgeon_block::Result<bool> {
+/// The OCI image `text`, or its index, made without tables of contents, if the state directory's
+/// own store has it.
+pub(super) fn checked(context: &Context, text: &str) -> burgeon_block::Result<Option<FoundImage>> {
     need_own_store(context).map_err(|e| Error::new(ErrorKind::Invalid, e.to_string()))?;
     let not_oci = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
     let source = Source::parse(text).ok_or_else(not_oci)??;
@@ -210,11 +210,10 @@ pub(super) fn has_checked(context: &Context, text: &str) -> burgeon_block::Resul
     with_work(context, text, Pull::default(), &options, (&access, &read, &|_| ()), |work| {
         burgeon_oci::find_here(&store, &source, ImageForm::Checked, work)
     })
-    .map(|found| found.is_some())
 }
 
 /// Images that are read from layers elsewhere are trusted only in the state directory's own store.
-fn need_own_store(context: &Context) -> Result<()> {
+pub(super) fn need_own_store(context: &Context) -> Result<()> {
     if context.store.is_none() {
         return Ok(());
     }
@@ -235,7 +234,7 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     };
     need_own_store(context)?;
     context.create_store()?;
-    let made = reading::index(context, &args.source, &source?, args.push)?;
+    let made = reading::index(context, &args.source, &source?, args.push, None)?;
     if context.json {
         output::print_json(&json!({
             "index": made.digest, "image": made.image, "bytes": made.bytes,

@@ -42,6 +42,7 @@ pub(super) fn with_work<T>(
         read,
         spool: &context.state.scratch()?,
         own: own.as_ref(),
+        content: None,
         options,
         fetching: &fetching,
         building: &building,

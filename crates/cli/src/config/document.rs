@@ -196,6 +196,16 @@ impl Reader<'_> {
                     config.snapshotter.trust = Some(Setting { value, origin });
                 }
             }),
+            ["snapshotter", "index"] => put(&mut config.snapshotter.index, boolean(value), origin),
+            ["snapshotter", "index-min"] => {
+                put(&mut config.snapshotter.index_min, size(value), origin)
+            }
+            ["snapshotter", "index-max"] => {
+                put(&mut config.snapshotter.index_max, size(value), origin)
+            }
+            ["snapshotter", "index-kept"] => {
+                put(&mut config.snapshotter.index_kept, size(value), origin)
+            }
             ["store", "default"] => put(&mut config.stores.default, store(value, true), origin),
             ["store", name, "url"] => store(value, false).map(|value| {
                 let setting = Setting { value, origin };
@@ -383,6 +393,10 @@ mod tests {
             registry.kubelet_providers.is_some(),
             registry.kubelet_provider_dir.is_some(),
             snapshotter.trust.is_some(),
+            snapshotter.index.is_some(),
+            snapshotter.index_min.is_some(),
+            snapshotter.index_max.is_some(),
+            snapshotter.index_kept.is_some(),
             stores.default.is_some(),
             stores.named.contains_key("models"),
         ];

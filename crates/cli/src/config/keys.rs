@@ -1,7 +1,7 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 20] = [
+pub(crate) const KEYS: [&str; 24] = [
     "state-dir",
     "log.level",
     "log.format",
@@ -20,6 +20,10 @@ pub(crate) const KEYS: [&str; 20] = [
     "registry.kubelet-providers",
     "registry.kubelet-provider-dir",
     "snapshotter.trust",
+    "snapshotter.index",
+    "snapshotter.index-min",
+    "snapshotter.index-max",
+    "snapshotter.index-kept",
     "store.default",
     "store.NAME.url",
 ];

@@ -174,6 +174,21 @@ impl Registry {
 pub(crate) struct SnapshotterConfig {
     /// Patterns of repositories; only from files of the user who reads them.
     pub(crate) trust: Option<Setting<Vec<String>>>,
+    /// Indexes of images that were unpacked are made in the background.
+    pub(crate) index: Option<Setting<bool>>,
+    /// Bytes of the layers of the smallest such image.
+    pub(crate) index_min: Option<Setting<u64>>,
+    /// Bytes of the layers of the largest such image.
+    pub(crate) index_max: Option<Setting<u64>>,
+    /// Bytes of indexes of images that containerd no longer has.
+    pub(crate) index_kept: Option<Setting<u64>>,
+}
+
+impl SnapshotterConfig {
+    /// An image of fewer bytes is unpacked in less time than its mount takes.
+    pub(crate) const INDEX_MIN: u64 = 16 << 20;
+    pub(crate) const INDEX_MAX: u64 = 16 << 30;
+    pub(crate) const INDEX_KEPT: u64 = 1 << 30;
 }
 
 /// A pattern of repositories, such as `registry.example/team/*`; the reason why it is none.

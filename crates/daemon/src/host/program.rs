@@ -3,13 +3,14 @@
 use std::{
     io,
     os::{
-        fd::OwnedFd,
+        fd::{BorrowedFd, OwnedFd},
         unix::{net::UnixStream, process::CommandExt},
     },
     path::Path,
     process::{Child, Command, Stdio},
 };
 
+use burgeon_block::{Error, Result};
 use burgeon_source::registry::Providers;
 
 use crate::log;
@@ -60,6 +61,23 @@ pub(crate) fn start(verb: &str, state: &Path, socket: impl Into<OwnedFd>) -> io:
         .current_dir("/")
         .spawn()
 }
+
+/// Makes this process one of the background: it gives way to all others, the OOM killer may choose
+/// it, and it dies with the thread that has started it, which has the other end of the socket
+/// `stdin`. False if there is no such thread.
+pub fn give_way(stdin: BorrowedFd<'_>) -> Result<bool> {
+    let socket = UnixStream::from(stdin.try_clone_to_owned().map_err(|e| Error::io("stdin", e))?);
+    if socket.peer_addr().is_err() || !dies_with_its_parent(&socket) {
+        return Ok(false);
+    }
+    burgeon_sandbox::accept_the_oom_killer()?;
+    let failed = |e: rustix::io::Errno| Error::io("cannot set the priority", e.into());
+    rustix::process::setpriority_process(None, LOWEST).map_err(failed)?;
+    Ok(true)
+}
+
+/// The lowest priority, which also puts reads and writes of the disk behind those of others.
+const LOWEST: i32 = 19;
 
 /// Makes the kernel kill this process with the thread that has started it and waits for it; false
 /// if that thread is dead already.

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 
-use super::{ImageRecord, list, load_bytes, name_object, read_roots, resolve};
+use super::{ImageRecord, list, load_bytes, manifest_object, name_object, read_roots, resolve};
 use crate::{Manifest, ManifestLimits};
 
 /// Removes the name `name`. The next [`gc`] removes the image's data if nothing else needs it.
@@ -73,6 +73,46 @@ const HELD_MAX: u64 = 64 << 10;
 /// its needs are then unknown. Builds wait meanwhile; while one is running, only leftovers of
 /// killed builds are removed.
 pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<Collected> {
+    gc_of(store, needed, dry_run, None)
+}
+
+/// Removes the name `name`, and then like [`gc`] its image, and what that alone needs; no stored
+/// layers. Leaves everything else. False if nothing was removed, because this host needs the image
+/// or a build is running.
+pub fn gc_image(store: &impl ObjectStore, needed: &[Digest], name: &str) -> Result<bool> {
+    let digest = match resolve(store, name) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+        record => record?.digest()?,
+    };
+    if needed.contains(&digest) {
+        return Ok(false);
+    }
+    let bytes = load_bytes(store, &digest)?;
+    let mut objects = HashSet::from([manifest_object(&digest)?]);
+    objects.insert(ObjectKind::Profile.object(digest)?);
+    for object in Manifest::decode_objects(&bytes, &ManifestLimits::default())? {
+        if let Some(table) = object.digest(ObjectKind::Derived) {
+            objects.insert(ObjectKind::Origins.object(table)?);
+            objects.insert(ObjectKind::StoredLayers.object(table)?);
+        }
+        objects.insert(object);
+    }
+    let only = Only { name: name_object(name)?, objects };
+    gc_of(store, needed, false, Some(&only)).map(|collected| collected.builds == 0)
+}
+
+/// All that may be removed.
+struct Only {
+    name: ObjectId,
+    objects: HashSet<ObjectId>,
+}
+
+fn gc_of(
+    store: &impl ObjectStore,
+    needed: &[Digest],
+    dry_run: bool,
+    only: Option<&Only>,
+) -> Result<Collected> {
     let collecting = if dry_run { store.begin_count()? } else { store.begin_collect()? };
     let mut collected = Collected {
         stale_bytes: collecting.stale_bytes,
@@ -82,6 +122,13 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
     if collecting.writers > 0 {
         return Ok(collected);
     }
+    if let Some(only) = only {
+        store.remove(&only.name)?;
+    }
+    let remove = |object: &ObjectId| match only {
+        Some(only) if !only.objects.contains(object) => Ok(0),
+        _ => remove_object(store, object, dry_run),
+    };
     let mut manifests = HashSet::new();
     let mut packs = HashSet::new();
     for (who, digest) in roots(store, needed)? {
@@ -102,18 +149,18 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
     // named by a digest are not Burgeon's.
     for object in store.list("manifests")? {
         if object.digest(ObjectKind::Manifest).is_some_and(|digest| !manifests.contains(&digest)) {
-            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.bytes += remove(&object)?;
             collected.manifests += 1;
         }
     }
     for object in store.list("profiles")? {
         if object.digest(ObjectKind::Profile).is_some_and(|digest| !manifests.contains(&digest)) {
-            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.bytes += remove(&object)?;
         }
     }
     for object in store.list("packs")? {
         if object.digest(ObjectKind::Pack).is_some() && !packs.contains(&object) {
-            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.bytes += remove(&object)?;
             collected.packs += 1;
         }
     }
@@ -126,14 +173,14 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
                 Some(true) if kind == ObjectKind::StoredLayers => {
                     layers.extend(stored_layers(store, &object)?);
                 }
-                Some(false) => collected.bytes += remove_object(store, &object, dry_run)?,
+                Some(false) => collected.bytes += remove(&object)?,
                 _ => {}
             }
         }
     }
     for object in store.list("layers")? {
         if !layers.contains(&object) {
-            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.bytes += remove(&object)?;
         }
     }
     drop(collecting.lease);

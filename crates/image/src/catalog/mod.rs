@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 pub use self::names::check_given_name;
 use self::names::{escape, unescape};
 pub use self::{
-    collect::{Collected, gc, remove, stored_layers},
+    collect::{Collected, gc, gc_image, remove, stored_layers},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     provenance::{ImageProvenance, Provenance},
     reserved::{EMPTY_IMAGE, NameForm, NamedPart, OciName, ReservedName, is_reserved},

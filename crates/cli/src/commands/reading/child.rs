@@ -102,9 +102,10 @@ fn make(
             write_blob(&parse(&text)?, (digest.parse()?, size), pipe, access)?;
             Done::Written
         }
-        Task::Index { text, push } => {
+        Task::Index { text, push, content } => {
             let index = |source: &Source, work: &Work<'_>| {
-                burgeon_oci::index(&child.store, source, push, work)
+                let work = Work { content: content.as_deref(), ..*work };
+                burgeon_oci::index(&child.store, source, push, &work)
             };
             Done::Indexed(child.read_whole(&text, index)?)
         }

@@ -64,6 +64,8 @@ pub(super) enum Task {
     Index {
         text: String,
         push: bool,
+        /// A folder with blobs that may be among the image's layers.
+        content: Option<PathBuf>,
     },
     /// From an OCI image.
     Build {

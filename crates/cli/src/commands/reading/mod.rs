@@ -81,9 +81,17 @@ pub(super) fn documents(context: &Context, text: &str, source: &Source) -> Resul
     digest.parse()
 }
 
-/// Makes the index of the image of `source`.
-pub(super) fn index(context: &Context, text: &str, source: &Source, push: bool) -> Result<Indexed> {
-    let task = Task::Index { text: text.to_owned(), push };
+/// Makes the index of the image of `source`. Layers may also be read from `content`, a folder with
+/// blobs by their digests.
+pub(super) fn index(
+    context: &Context,
+    text: &str,
+    source: &Source,
+    push: bool,
+    content: Option<&Path>,
+) -> Result<Indexed> {
+    let content = content.map(Path::to_owned);
+    let task = Task::Index { text: text.to_owned(), push, content };
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
     let Done::Indexed(indexed) = made.done else { return Err(something_else()) };
     remember(context, Some(source), &indexed.record, made.noted, None)?;
@@ -149,6 +157,10 @@ fn have_done(
         store: context.store_location(),
         is_remote: source.is_some() && layout.is_none(),
         layout,
+        content: match &task {
+            Task::Index { content, .. } => content.clone(),
+            _ => None,
+        },
         writes_layout: matches!(task, Task::Index { push: true, .. }),
         registry: source.and_then(Source::registry_name).cloned(),
     };

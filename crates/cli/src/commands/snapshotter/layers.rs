@@ -15,9 +15,10 @@
 use std::{
     ffi::OsStr,
     fs::File,
-    io::{Read, Seek},
-    path::Path,
-    process::{Command, Stdio},
+    io::{self, Read, Seek},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -26,23 +27,30 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_daemon::{Client, writes};
 use burgeon_oci::{DiffIdCheck, OciImage, Source};
 use burgeon_snapshotter::{
-    matches,
+    IndexMade, IndexPolicy, matches,
     remote::{LayerChain, Layers},
     repository,
 };
 use burgeon_source::registry::OciDigest;
 
 use super::{
-    super::{Context, HOSTS_DIR, oci_image, reading},
+    super::{Context, HOSTS_DIR, oci_image},
     chain_source::ChainSource,
-    default_hosts,
+    default_hosts, index,
 };
-use crate::{config::Config, global};
+use crate::{
+    config::{Config, SnapshotterConfig},
+    global,
+};
 
 /// The longest mount of a chain: the tables of contents of all its layers are fetched.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
-/// Interval between two looks at a command.
+/// The longest time in which an index is made or removed.
+const INDEX_TIME: Duration = Duration::from_secs(60 * 60);
+/// Interval between the first looks at a command.
 const LOOK: Duration = Duration::from_millis(10);
+/// The same of one that takes long.
+const LOOKS_MAX: Duration = Duration::from_secs(1);
 /// Most bytes of a command's error that are passed on.
 const SAID_MAX: u64 = 4096;
 
@@ -54,6 +62,8 @@ pub(super) struct OwnLayers {
     prefix: String,
     /// The limit of the writes of each native container.
     write_limit: Option<u64>,
+    /// containerd's content store.
+    content: PathBuf,
 }
 
 impl OwnLayers {
@@ -63,10 +73,11 @@ impl OwnLayers {
         root: &Path,
         trust: Vec<String>,
         write_limit: Option<u64>,
+        content: PathBuf,
     ) -> Self {
         let digest = burgeon_block::Digest::of(root.as_os_str().as_encoded_bytes()).to_string();
         let prefix = format!("snapshot-{}-", &digest[..8]);
-        Self { context, trust, prefix, write_limit }
+        Self { context, trust, prefix, write_limit, content }
     }
 
     /// True if a pattern of the command line, or of the configuration as it is now, matches.
@@ -75,8 +86,7 @@ impl OwnLayers {
         if is_in(&self.trust) {
             return true;
         }
-        let (config, _) = Config::examine(self.context.config.place.as_deref());
-        config.snapshotter.trust.is_some_and(|trust| is_in(&trust.value))
+        self.settings().trust.is_some_and(|trust| is_in(&trust.value))
     }
 
     /// The name of the writes of snapshot `id`.
@@ -84,26 +94,24 @@ impl OwnLayers {
         format!("{}{id}", self.prefix)
     }
 
-    /// The documents of the image, which are read if they are not kept.
-    fn documents(&self, text: &str, digest: &OciDigest) -> Result<OciImage> {
-        if let Some(image) = self.context.documents().image(digest) {
-            return Ok(image);
-        }
-        let invalid = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
-        let source = Source::parse(text).unwrap_or_else(|| Err(invalid()))?;
-        reading::documents(&self.context, text, &source)?;
-        let lost = || Error::new(ErrorKind::LocalIo, format!("the documents of {text} are lost"));
-        self.context.documents().image(digest).ok_or_else(lost)
+    /// The section of the configuration as it is now.
+    fn settings(&self) -> SnapshotterConfig {
+        Config::examine(self.context.config.place.as_deref()).0.snapshotter
     }
 
-    /// Runs a command of this program.
-    fn run(&self, arguments: &[&OsStr], limit: Duration) -> Result<()> {
+    /// Runs a command of this program; its output, of [`SAID_MAX`] bytes at most.
+    fn run(&self, arguments: &[&OsStr], limit: Duration) -> Result<String> {
         let shown = arguments.iter().map(|argument| argument.to_string_lossy()).collect::<Vec<_>>();
         let shown = shown.join(" ");
         let failed = |e| Error::io(format!("cannot run `burgeon {shown}`"), e);
-        // A file, not a pipe, which a child of the command could hold open.
-        let said = rustix::fs::memfd_create("said", rustix::fs::MemfdFlags::CLOEXEC);
-        let mut said = File::from(said.map_err(|e| failed(e.into()))?);
+        // Files, not pipes, which a child of the command could hold open.
+        let file = || {
+            let file = rustix::fs::memfd_create("said", rustix::fs::MemfdFlags::CLOEXEC);
+            file.map(File::from).map_err(|e| failed(e.into()))
+        };
+        let (output, said) = (file()?, file()?);
+        // A command of the background dies if this end is closed.
+        let (_ours, theirs) = UnixStream::pair().map_err(failed)?;
         let mut command = Command::new("/proc/self/exe");
         command.arg("--state-dir").arg(self.context.state.root()).args(arguments);
         command.env_remove("NOTIFY_SOCKET");
@@ -112,28 +120,32 @@ impl OwnLayers {
         if let Some(place) = &self.context.config.place {
             command.env(global::CONFIG, place);
         }
-        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command.stdin(OwnedFd::from(theirs)).stdout(output.try_clone().map_err(failed)?);
         let mut child =
             command.stderr(said.try_clone().map_err(failed)?).spawn().map_err(failed)?;
-        let end = Instant::now() + limit;
+        let begun = Instant::now();
         let status = loop {
             if let Some(status) = child.try_wait().map_err(failed)? {
                 break status;
             }
-            if Instant::now() >= end {
+            if begun.elapsed() >= limit {
                 let _ = child.kill();
                 let _ = child.wait();
                 let what = format!("`burgeon {shown}` took more than {} s", limit.as_secs());
                 return Err(Error::new(ErrorKind::Unavailable, what));
             }
-            thread::sleep(LOOK);
+            thread::sleep((begun.elapsed() / 16).clamp(LOOK, LOOKS_MAX));
+        };
+        let read = |mut from: File| -> io::Result<String> {
+            let mut words = Vec::new();
+            from.rewind()?;
+            from.take(SAID_MAX).read_to_end(&mut words)?;
+            Ok(String::from_utf8_lossy(&words).into_owned())
         };
         if status.success() {
-            return Ok(());
+            return read(output).map_err(failed);
         }
-        let mut words = Vec::new();
-        said.rewind().and_then(|()| said.take(SAID_MAX).read_to_end(&mut words)).map_err(failed)?;
-        let words = String::from_utf8_lossy(&words);
+        let words = read(said).map_err(failed)?;
         let what = format!("`burgeon {shown}` failed: {}", words.trim().replace('\n', "; "));
         Err(Error::new(ErrorKind::Unavailable, what))
     }
@@ -150,8 +162,8 @@ impl OwnLayers {
             }
             DiffIdCheck::Differs(why) => return Err(why),
         }
-        let indexed = oci_image::has_checked(&self.context, text).map_err(|e| e.to_string())?;
-        match indexed {
+        let indexed = oci_image::checked(&self.context, text).map_err(|e| e.to_string())?;
+        match indexed.is_some() {
             true => {
                 let chain = Some(chain);
                 Ok(ChainSource { image: text, chain, is_verified: true }.to_string())
@@ -191,7 +203,13 @@ impl Layers for OwnLayers {
         }
         let image = match kept {
             Some(image) => image,
-            None => self.documents(&text, &digest).map_err(wrong)?,
+            None => {
+                let invalid =
+                    || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
+                let source = Source::parse(&text).unwrap_or_else(|| Err(invalid()));
+                let source = source.map_err(wrong)?;
+                index::documents(&self.context, &text, &source, &digest).map_err(wrong)?
+            }
         };
         // Its documents may have come just now: the layers may be known from another image.
         let unpackings = self.context.unpackings();
@@ -213,7 +231,7 @@ impl Layers for OwnLayers {
         let mut arguments = ["mount", "--read-only", "--suid", "--dev"].map(OsStr::new).to_vec();
         let source = ChainSource::parse(source).to_mount();
         arguments.extend(source.iter().map(OsStr::new).chain([at.as_os_str()]));
-        self.run(&arguments, MOUNT_TIME)
+        self.run(&arguments, MOUNT_TIME).map(drop)
     }
 
     fn mount_native(&self, source: &str, at: &Path, id: u64) -> Result<()> {
@@ -226,7 +244,7 @@ impl Layers for OwnLayers {
         }
         let source = ChainSource::parse(source).to_mount();
         arguments.extend(source.iter().map(OsStr::new).chain([at.as_os_str()]));
-        self.run(&arguments, MOUNT_TIME)
+        self.run(&arguments, MOUNT_TIME).map(drop)
     }
 
     fn remove_writes(&self, id: u64) -> Result<()> {
@@ -246,8 +264,43 @@ impl Layers for OwnLayers {
 
     fn unmount(&self, at: &Path) -> Result<()> {
         let arguments = ["umount", "--lazy"].map(OsStr::new);
-        self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
+        self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME).map(drop)
     }
+
+    fn index_policy(&self) -> IndexPolicy {
+        let settings = self.settings();
+        let is_on = settings.index.is_none_or(|index| index.value);
+        let kept = settings.index_kept.map_or(SnapshotterConfig::INDEX_KEPT, |kept| kept.value);
+        IndexPolicy { is_on, kept }
+    }
+
+    fn make_index(&self, image: &str, manifest: &str) -> Result<IndexMade> {
+        let settings = self.settings();
+        let min = settings.index_min.map_or(SnapshotterConfig::INDEX_MIN, |min| min.value);
+        let max = settings.index_max.map_or(SnapshotterConfig::INDEX_MAX, |max| max.value);
+        let words = [text_of(image, manifest)?, "--min".into(), min.to_string(), "--max".into()];
+        let mut arguments = INDEX.map(OsStr::new).to_vec();
+        arguments.extend(words.iter().map(OsStr::new));
+        let max = max.to_string();
+        arguments.extend([OsStr::new(&max), OsStr::new("--content"), self.content.as_os_str()]);
+        index::understand(&self.run(&arguments, INDEX_TIME)?)
+    }
+
+    fn remove_index(&self, image: &str, manifest: &str) -> Result<()> {
+        let text = text_of(image, manifest)?;
+        let arguments = [&INDEX[..], &[&text, "--remove"]].concat();
+        let arguments: Vec<_> = arguments.into_iter().map(OsStr::new).collect();
+        self.run(&arguments, INDEX_TIME).map(drop)
+    }
+}
+
+/// The command of the background, on this host's own store.
+const INDEX: [&str; 4] = ["--store", "", "snapshotter", "index"];
+
+/// The image, as Burgeon names it.
+fn text_of(image: &str, manifest: &str) -> Result<String> {
+    let digest: OciDigest = manifest.parse()?;
+    Ok(format!("oci://{}@{digest}", repository(image)))
 }
 
 /// Why nothing more may be made above the chain of this source: one of its layers unpacks to

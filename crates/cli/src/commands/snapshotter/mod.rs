@@ -6,11 +6,13 @@
 //!   snapshotter verify   reads the layers of remote chains, and compares them with their images
 //!   snapshotter fetch    puts layers into containerd's content store
 //!   snapshotter status   what the records say, whether or not it runs
+//!   snapshotter index    a command of its own: the index of an image, in the background
 //! ```
 
 mod chain_source;
 mod fetch;
 mod floor;
+mod index;
 mod layers;
 mod setup;
 mod status;
@@ -73,6 +75,10 @@ pub(crate) struct Snapshots {
     /// Limit of the writes of each native container [default: that of burgeon mount]
     #[arg(long, value_name = "SIZE", value_parser = crate::quantities::parse_size, global = true)]
     write_limit: Option<u64>,
+    /// containerd's content store, from which indexes of images are made [default:
+    /// /var/lib/containerd/io.containerd.content.v1.content]
+    #[arg(long, value_name = "DIR", global = true)]
+    content_store: Option<PathBuf>,
 }
 
 #[derive(clap::Subcommand, Debug)]
@@ -85,6 +91,9 @@ enum SnapshotsCommand {
     Fetch(fetch::Fetch),
     /// Show or write the configuration for the containerd that is installed
     Setup(setup::Setup),
+    /// Make the index of an image in the background: the snapshotter starts it
+    #[command(hide = true)]
+    Index(index::Index),
 }
 
 impl Snapshots {
@@ -98,12 +107,13 @@ impl Snapshots {
         let patterns = self.native.len() + self.overlay.len();
         let has_none = patterns == 0
             && self.write_limit.is_none()
+            && self.content_store.is_none()
             && self.containers == ContainerForm::default();
         match self.serves() || has_none {
             true => Ok(()),
             false => Err(Usage(
-                "--containers, --native, --overlay and --write-limit are options of the service: add them to \
-                 ExecStart= of burgeon-snapshotter.service (`systemctl edit`)"
+                "--containers, --native, --overlay, --write-limit and --content-store are options of the \
+                 service: add them to ExecStart= of burgeon-snapshotter.service (`systemctl edit`)"
                     .to_owned(),
             )),
         }
@@ -119,6 +129,7 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
         }
         Some(SnapshotsCommand::Status) => status::status(context, &root),
         Some(SnapshotsCommand::Fetch(args)) => fetch::fetch(context, &root, args),
+        Some(SnapshotsCommand::Index(args)) => index::index(context, args),
         Some(SnapshotsCommand::Verify) => verify::verify(context, &root),
         None => serve(context, root, args),
     }
@@ -134,6 +145,9 @@ fn default_hosts(context: &Context) -> Option<&'static Path> {
     Some(Path::new(HOSTS)).filter(|folder| !is_named && folder.is_dir())
 }
 
+/// containerd's content store, if its own root is the default one.
+const CONTENT_STORE: &str = "/var/lib/containerd/io.containerd.content.v1.content";
+
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
     log::begin(log::LogOwner::Daemon);
     // Its memory holds credentials of registries.
@@ -145,7 +159,13 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
     }
     let snapshotter = Snapshotter::open(&root)?;
     let root = root.canonicalize()?;
-    let layers = OwnLayers::new(context.clone(), &root, args.trust.clone(), args.write_limit);
+    let layers = OwnLayers::new(
+        context.clone(),
+        &root,
+        args.trust.clone(),
+        args.write_limit,
+        args.content_store.clone().unwrap_or_else(|| CONTENT_STORE.into()),
+    );
     let containers = Containers {
         form: args.containers,
         native: args.native.clone(),

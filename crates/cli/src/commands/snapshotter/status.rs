@@ -3,7 +3,10 @@
 use std::{path::Path, process::ExitCode};
 
 use anyhow::Result;
-use burgeon_snapshotter::model::{Snapshot, Snapshots};
+use burgeon_snapshotter::{
+    ImageIndex, IndexState,
+    model::{Snapshot, Snapshots},
+};
 use serde_json::json;
 
 use super::{super::Context, layers};
@@ -20,6 +23,7 @@ struct Refused {
 pub(super) fn status(context: &Context, root: &Path) -> Result<ExitCode> {
     let mut loaded = burgeon_snapshotter::read(root)?;
     loaded.snapshots.sort_by_key(|snapshot| snapshot.id);
+    loaded.indexes.sort_by(|a, b| (&a.image, &a.manifest).cmp(&(&b.image, &b.manifest)));
     let snapshots = &loaded.snapshots;
     let refused = refused(context, snapshots, loaded.last_id());
     let of = |one: &Snapshot| refused.iter().find(|refused| refused.id == one.id);
@@ -46,6 +50,7 @@ pub(super) fn status(context: &Context, root: &Path) -> Result<ExitCode> {
         output::print_json(&json!({
             "root": root,
             "snapshots": shown,
+            "indexes": loaded.indexes.iter().map(index_json).collect::<Vec<_>>(),
             "damaged": loaded.damaged,
         }))?;
     } else {
@@ -54,12 +59,43 @@ pub(super) fn status(context: &Context, root: &Path) -> Result<ExitCode> {
             let above = if above.is_empty() { "nothing".to_owned() } else { above.join(", ") };
             println!("{id}: refused: {why}; above it: {above}");
         }
+        loaded.indexes.iter().for_each(print_index);
         loaded.damaged.iter().for_each(|problem| println!("damaged: {problem}"));
     }
     Ok(match loaded.damaged.is_empty() && refused.is_empty() {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })
+}
+
+/// The state of an index: a word, its size, and the reason.
+fn index_state(index: &ImageIndex) -> (&'static str, Option<u64>, Option<&str>) {
+    match &index.state {
+        IndexState::Begun => ("begun", None, None),
+        IndexState::Made { bytes } => ("made", Some(*bytes), None),
+        IndexState::Failed(why) => ("failed", None, Some(why)),
+        IndexState::LeftOut(why) => ("left-out", None, Some(why)),
+    }
+}
+
+fn index_json(index: &ImageIndex) -> serde_json::Value {
+    let (state, bytes, why) = index_state(index);
+    json!({
+        "image": index.image, "manifest": index.manifest, "state": state, "bytes": bytes,
+        "why": why, "tries": index.tries, "used": index.unused_since.is_none(),
+    })
+}
+
+fn print_index(index: &ImageIndex) {
+    let image = &index.image;
+    let unused = if index.unused_since.is_some() { ", of an image that is gone" } else { "" };
+    match index_state(index) {
+        (state, Some(bytes), _) => {
+            println!("index of {image}: {state}, {}{unused}", output::bytes(bytes));
+        }
+        (state, None, Some(why)) => println!("index of {image}: {state}: {why}"),
+        (state, None, None) => println!("index of {image}: {state}, attempt {}", index.tries),
+    }
 }
 
 /// The remote chains of which a layer is not what its image states.

@@ -1,0 +1,199 @@
+//! Indexes of images that containerd has unpacked: made in the background, for the next pull.
+//!
+//! ```text
+//!   topmost layer of an image committed ─► thread `indexer` ─► ROOT/indexes/HEX: begun ─► Layers::make_index
+//!      ─► made ──── containerd removes the image ─► kept as far as there is room ─► Layers::remove_index ─► record gone
+//!      ─► failed: tried again, later and later     ─► record gone
+//!      ─► left out: too small, or too large        ─► record gone
+//! ```
+//!
+//! The records of snapshots are the queue: a committed local layer has the labels of its image. So
+//! nothing is forgotten by a death, and an image that is removed meanwhile is not indexed.
+//!
+//! Invariants, held by `tests/indexes.rs`, which stops at every step: one index is made at a time;
+//! its record is durable before it is begun, so that no index is left without one; the index of an
+//! image that any snapshot has is not removed; a start asks no registry.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::Arc,
+    thread,
+    time::{Duration, SystemTime},
+};
+
+use burgeon_block::Result;
+
+use crate::{
+    chains::Chains,
+    image_index::{INDEXES_MAX, ImageIndex, IndexMade, IndexPolicy, IndexState},
+    model::{Snapshot, Snapshots},
+    remote,
+    snapshotter::Snapshotter,
+};
+
+/// Most tries of one image.
+const TRIES_MAX: u32 = 4;
+/// The pause after the first try that failed; after each further one it is six times as long.
+const FIRST_PAUSE: Duration = Duration::from_secs(10 * 60);
+/// The longest time until images are looked at again without a change.
+const LOOK: Duration = Duration::from_secs(10 * 60);
+
+/// True if it may be tried now.
+fn is_due(index: &ImageIndex, now: SystemTime) -> bool {
+    let pause = match index.state {
+        IndexState::Begun => Duration::ZERO,
+        IndexState::Failed(_) => FIRST_PAUSE * 6u32.saturating_pow(index.tries.saturating_sub(1)),
+        IndexState::Made { .. } | IndexState::LeftOut(_) => return false,
+    };
+    // A clock that was set back delays nothing for long.
+    let passed = now.duration_since(index.changed).unwrap_or(pause);
+    index.tries < TRIES_MAX && passed >= pause
+}
+
+/// The next thing to do.
+#[derive(PartialEq, Eq, Debug)]
+enum Step {
+    /// Make the index; its record as it is while that lasts.
+    Make(ImageIndex),
+    /// Remove the index.
+    Remove(ImageIndex),
+    /// Remove the record: no index was made.
+    Forget(ImageIndex),
+    /// Only the record changes.
+    Note(ImageIndex),
+}
+
+/// Decides. `None`: nothing is to be done now.
+fn next(
+    all: &Snapshots,
+    known: &BTreeMap<String, ImageIndex>,
+    policy: IndexPolicy,
+    now: SystemTime,
+) -> Option<Step> {
+    let in_labels: HashSet<&str> =
+        all.iter().filter_map(|one| Some(one.labels.get(remote::MANIFEST)?.as_str())).collect();
+    let sources: Vec<&String> =
+        all.iter().filter_map(|one| one.remote.as_ref()).flat_map(|it| &it.sources).collect();
+    // A digest in the middle of a reference is that of the manifest.
+    let is_used = |index: &ImageIndex| {
+        let manifest = index.manifest.as_str();
+        in_labels.contains(manifest) || sources.iter().any(|source| source.contains(manifest))
+    };
+    for index in known.values() {
+        let one = || index.clone();
+        let step = match (is_used(index), index.unused_since, &index.state) {
+            (true, Some(_), _) => Step::Note(ImageIndex { unused_since: None, ..one() }),
+            (false, None, IndexState::Made { .. }) => {
+                Step::Note(ImageIndex { unused_since: Some(now), ..one() })
+            }
+            // The process died, perhaps when the index was finished.
+            (false, _, IndexState::Begun) => Step::Remove(one()),
+            (false, _, IndexState::Failed(_) | IndexState::LeftOut(_)) => Step::Forget(one()),
+            _ => continue,
+        };
+        return Some(step);
+    }
+    let unused = || known.values().filter(|index| index.unused_since.is_some());
+    let is_crowded =
+        unused().map(ImageIndex::bytes).sum::<u64>() > policy.kept || known.len() >= INDEXES_MAX;
+    if is_crowded && let Some(oldest) = unused().min_by_key(|index| index.unused_since) {
+        return Some(Step::Remove(oldest.clone()));
+    }
+    if !policy.is_on || known.len() >= INDEXES_MAX {
+        return None;
+    }
+    let mut images: Vec<&Snapshot> =
+        all.iter().filter(|one| remote::completed_image(one).is_some()).collect();
+    images.sort_by_key(|snapshot| snapshot.id);
+    images.into_iter().filter_map(remote::completed_image).find_map(|(image, manifest)| {
+        let tries = match known.get(manifest) {
+            None => 0,
+            Some(known) if is_due(known, now) => known.tries,
+            Some(_) => return None,
+        };
+        Some(Step::Make(ImageIndex {
+            image: image.to_owned(),
+            manifest: manifest.to_owned(),
+            state: IndexState::Begun,
+            tries: tries + 1,
+            changed: now,
+            unused_since: None,
+        }))
+    })
+}
+
+impl Snapshotter {
+    /// Starts the thread that makes and removes indexes. It ends after [`Self::end`].
+    pub fn start_indexer(self: &Arc<Self>) -> std::io::Result<thread::JoinHandle<()>> {
+        let this = Arc::clone(self);
+        thread::Builder::new().name("indexer".into()).spawn(move || {
+            // It waits first: a start asks no registry.
+            while this.images.wait(Some(LOOK)) {
+                loop {
+                    match this.index_next(SystemTime::now()) {
+                        Ok(true) if !this.images.is_over() => {}
+                        Ok(_) => break,
+                        Err(error) => {
+                            tracing::warn!(%error, "the work on indexes is put off");
+                            break;
+                        }
+                    }
+                }
+            }
+        })
+    }
+
+    /// Makes or removes one index, or notes a change; false if nothing is to be done.
+    #[doc(hidden)]
+    pub fn index_next(&self, now: SystemTime) -> Result<bool> {
+        let Some(chains) = &self.chains else { return Ok(false) };
+        let policy = chains.index_policy();
+        let step = next(&self.lock(), &self.known_indexes(), policy, now);
+        match step {
+            None => Ok(false),
+            Some(Step::Note(index)) => self.note_index(index).map(|()| true),
+            Some(Step::Remove(index)) => {
+                chains.remove_index(&index)?;
+                tracing::info!(image = index.image, "removed the index of an image");
+                self.forget_index(&index).map(|()| true)
+            }
+            Some(Step::Forget(index)) => self.forget_index(&index).map(|()| true),
+            Some(Step::Make(index)) => self.make_index(chains, index, now).map(|()| true),
+        }
+    }
+
+    fn make_index(&self, chains: &Chains, begun: ImageIndex, now: SystemTime) -> Result<()> {
+        // Whatever is made from now on is known to be this process's.
+        self.note_index(begun.clone())?;
+        let image = &begun.image;
+        let state = match chains.make_index(&begun) {
+            Ok(IndexMade::Made { bytes }) => {
+                tracing::info!(image, bytes, "made the index of an image");
+                IndexState::Made { bytes }
+            }
+            // By an earlier try, which died before it could tell.
+            Ok(IndexMade::WasThere { bytes }) if begun.tries > 1 => IndexState::Made { bytes },
+            Ok(IndexMade::WasThere { .. }) => {
+                IndexState::LeftOut("`burgeon index` has made it before".to_owned())
+            }
+            Ok(IndexMade::LeftOut(why)) => IndexState::LeftOut(why),
+            Err(error) => {
+                tracing::warn!(image, %error, "an image has no index");
+                IndexState::Failed(error.to_string())
+            }
+        };
+        self.note_index(ImageIndex { state, changed: now, ..begun })
+    }
+
+    fn forget_index(&self, index: &ImageIndex) -> Result<()> {
+        self.disk.remove_index(index)?;
+        self.known_indexes().remove(&index.manifest);
+        Ok(())
+    }
+
+    fn note_index(&self, index: ImageIndex) -> Result<()> {
+        self.disk.write_index(&index)?;
+        self.known_indexes().insert(index.manifest.clone(), index);
+        Ok(())
+    }
+}
