@@ -62,7 +62,7 @@ pub(crate) const QUICK: [&str; 55] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 92] = [
+const OTHERS: [&str; 94] = [
     "accelerated",
     "accelerated_units",
     "archives",
@@ -74,6 +74,7 @@ const OTHERS: [&str; 92] = [
     "bundle",
     "cache",
     "cache_parts",
+    "call_faults",
     "chain_ids",
     "chains",
     "check",
@@ -137,6 +138,7 @@ const OTHERS: [&str; 92] = [
     "run",
     "runtimes",
     "snapshotter",
+    "snapshotter_full",
     "ssh_codes",
     "store",
     "systemd",

@@ -121,6 +121,14 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
         assert!(probe("rm"));
     }
 
+    /// The same where nothing can be made, as on a full disk.
+    pub fn serve_unprobed(&mut self, options: &[&str]) {
+        self.snapshotter = None;
+        self.snapshotter = Some(serve(self.space, options));
+        let lists = || self.ctr(&["snapshots", "--snapshotter", "burgeon", "ls"]).is_ok();
+        assert!(wait_until(PATIENCE, lists), "containerd does not come back");
+    }
+
     /// Runs `ctr`; its output, or what it said.
     pub fn ctr(&self, arguments: &[&str]) -> Result<String, String> {
         let output = self
