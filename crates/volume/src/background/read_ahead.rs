@@ -9,7 +9,8 @@
 //! A second request, so that the reader does not wait for it. Its size is twice rate × latency of
 //! the path by the present estimate. As the estimate grows, the size approaches the bytes that the
 //! path carries while a reader's own request is in flight. If a round trip is short, nothing is
-//! read ahead; if little of it is ever read, less (`tests`). Invariant: it takes background
+//! read ahead; if little of it is ever read, less (`tests`), but small files come with their
+//! neighbours in any case: their chunks are short for the sake of images that share them. Invariant: it takes background
 //! permits, and only those that are free.
 
 use std::{sync::Arc, time::Duration};
@@ -28,22 +29,26 @@ const LATENCY_MIN: Duration = Duration::from_millis(8);
 /// Bytes read ahead at a time, at most: four of the largest chunks, so that several readers find
 /// permits.
 const WINDOW_MAX: u64 = 1 << 20;
+/// A short chunk and those behind it come together, up to this length.
+const TOGETHER: u64 = 128 << 10;
 /// Bytes that are taken for useful before anything is known.
 const TRUSTED: u64 = 4 << 20;
 
-/// Bytes to read ahead over `path`, when of the `so_far` prefetched ones so many were read.
-fn window(path: &Estimate, so_far: PrefetchedBytes) -> u64 {
+/// Bytes to read ahead over `path` of a chunk of `len` bytes, when of the `so_far` prefetched ones
+/// so many were read.
+fn window(path: &Estimate, so_far: PrefetchedBytes, len: u64) -> u64 {
     let Some(latency) = path.recent_latency.filter(|latency| *latency >= LATENCY_MIN) else {
         return 0;
     };
     let window = ((2.0 * path.rate * latency.as_secs_f64()) as u64).min(WINDOW_MAX);
     let useful = (so_far.read + TRUSTED) as f64 / (so_far.prefetched + TRUSTED) as f64;
-    match useful {
+    let window = match useful {
         0.5.. => window,
         0.25.. => window / 2,
         0.1.. => window / 4,
         _ => 0,
-    }
+    };
+    window.max(TOGETHER.saturating_sub(len))
 }
 
 impl<S, F> Volume<S, F>
@@ -62,9 +67,10 @@ where
             return;
         }
         let so_far = self.background_work.prefetched_bytes(Purpose::ReadAhead);
-        let len_max = window(&self.engine.path.now(), so_far.unwrap_or_default());
-        let (mut run, mut run_permits) = (Vec::new(), RunPermits::default());
         let mut last = self.map.chunk(index);
+        let (path, so_far) = (self.engine.path.now(), so_far.unwrap_or_default());
+        let len_max = window(&path, so_far, last.range.len());
+        let (mut run, mut run_permits) = (Vec::new(), RunPermits::default());
         let start = last.stored.end();
         for index in index + 1..self.map.chunk_count() {
             let chunk = self.map.chunk(index);
@@ -102,8 +108,10 @@ mod tests {
 
     use tokio::time::Instant;
 
-    use super::{PrefetchedBytes, WINDOW_MAX, window};
-    use crate::fetch::path::PathEstimate;
+    use super::{PrefetchedBytes, TOGETHER, WINDOW_MAX, window};
+    use crate::fetch::path::{Estimate, PathEstimate};
+
+    const LONG: u64 = 256 << 10;
 
     /// The windows of a reader whose requests go over a path of `rate` bytes a second.
     fn windows(rate: f64, latency: Duration, so_far: PrefetchedBytes) -> Vec<u64> {
@@ -115,7 +123,7 @@ mod tests {
         };
         let read = |_| {
             request(100_000);
-            let window = window(&path.now(), so_far);
+            let window = window(&path.now(), so_far, LONG);
             if window > 0 {
                 request(window);
             }
@@ -148,5 +156,15 @@ mod tests {
         assert_eq!(far(1 << 30), WINDOW_MAX);
         assert!((1..WINDOW_MAX / 2).contains(&far(300 << 20)), "a third is read");
         assert_eq!(far(0), 0, "nobody reads it");
+    }
+
+    #[test]
+    fn small_files_come_with_their_neighbours_even_if_few_are_read() {
+        let unread = PrefetchedBytes { prefetched: 1 << 30, read: 0 };
+        let latency = Some(Duration::from_millis(50));
+        let path = Estimate { recent_latency: latency, ..PathEstimate::default().now() };
+        assert_eq!(window(&path, unread, 20_000), TOGETHER - 20_000);
+        assert_eq!(window(&path, unread, LONG), 0);
+        assert_eq!(window(&PathEstimate::default().now(), unread, 20_000), 0, "it is near");
     }
 }

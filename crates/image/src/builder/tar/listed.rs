@@ -7,8 +7,9 @@
 //!
 //! Addresses ascend in the order of the layer's files, so that data fetched together is adjacent.
 //! Each piece of a big file is a chunk. Other files join a group, which ends before a file whose
-//! parts' digests say so, as the groups of `assemble.rs` do: layers with the same run of files share
-//! its chunks, whatever precedes the run. Invariants: the list is trusted only for the position of
+//! parts' digests say so: layers with the same run of files share its chunks, whatever precedes the
+//! run. Groups are longer than those of images of ours (`grouping.rs`), because the cache keeps a
+//! seal of a block with each. Invariants: the list is trusted only for the position of
 //! parts; work and memory grow with the list, whatever lengths it claims.
 
 use std::{collections::HashMap, sync::Arc};
