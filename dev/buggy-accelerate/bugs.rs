@@ -78,8 +78,8 @@ pub const BUGS: &[Bug] = &[
         "marks are cleared although the cache device may still lose the index",
         &[(
             "store.rs",
-            "                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);\n            }\n        }\n        self.sync()",
-            "                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);\n            }\n        }
+            "                self.note_overhead(BLOCK_SIZE);\n            }\n        }\n        self.sync()",
+            "                self.note_overhead(BLOCK_SIZE);\n            }\n        }
             if BUG { return Ok(()); }
             self.sync()",
         )],
@@ -97,8 +97,12 @@ pub const BUGS: &[Bug] = &[
         "WarmWhenCold",
         "a cold start keeps the content, although another program may have written",
         &[
-            ("store.rs", "        if trust == Trust::Cold {", "        let trust = if BUG { Trust::Warm } else { trust };
-        if trust == Trust::Cold {"),
+            (
+                "store.rs",
+                "        if trust == Trust::Cold {",
+                "        let trust = if BUG { Trust::Warm } else { trust };
+        if trust == Trust::Cold {",
+            ),
             (
                 "attach.rs",
                 "        let dropped = store.drop_blocks(is_its);",
@@ -109,7 +113,11 @@ pub const BUGS: &[Bug] = &[
     bug(
         "ColdOnlyInMemory",
         "a cold start is not recorded, and the next warm one finds the old index",
-        &[("store.rs", "            head.epoch += 1;", "            head.epoch += u64::from(!BUG);")],
+        &[(
+            "store.rs",
+            "            head.epoch += 1;",
+            "            head.epoch += u64::from(!BUG);",
+        )],
     ),
     bug(
         "ForgetDistrust",
@@ -168,7 +176,11 @@ pub const BUGS: &[Bug] = &[
     bug(
         "LossEndsWithItsProcess",
         "the next server does not learn that a flush has failed",
-        &[("attach.rs", "        self.counts = shared;", "        if !BUG { self.counts = shared; }")],
+        &[(
+            "attach.rs",
+            "        self.counts = shared;",
+            "        if !BUG { self.counts = shared; }",
+        )],
     ),
     bug(
         "FailWithTheCache",
@@ -191,7 +203,11 @@ pub const BUGS: &[Bug] = &[
     bug(
         "FuaIsNoFlush",
         "a write with FUA is volatile",
-        &[("device.rs", "        if fua { self.flush() } else { Ok(()) }", "        if fua && !BUG { self.flush() } else { Ok(()) }")],
+        &[(
+            "device.rs",
+            "        if fua { self.flush() } else { Ok(()) }",
+            "        if fua && !BUG { self.flush() } else { Ok(()) }",
+        )],
     ),
     bug(
         "WrongSlotOfDevice",
@@ -358,7 +374,11 @@ pub const BUGS: &[Bug] = &[
     bug(
         "TailOfDeviceTooFar",
         "the tail of a device passes blocks that are dirty yet",
-        &[("log.rs", "            tail = last + 1;", "            tail = if BUG { before } else { last + 1 };")],
+        &[(
+            "log.rs",
+            "            tail = last + 1;",
+            "            tail = if BUG { before } else { last + 1 };",
+        )],
     ),
     bug(
         "TailOfDeviceForgotten",
@@ -391,10 +411,6 @@ pub const BUGS: &[Bug] = &[
     bug(
         "IdentityIsVolatile",
         "the tail of the log passes blocks whose identity a power failure takes back",
-        &[(
-            "identity.rs",
-            "        if !state.changed {",
-            "        if BUG || !state.changed {",
-        )],
+        &[("identity.rs", "        if !state.changed {", "        if BUG || !state.changed {")],
     ),
 ];

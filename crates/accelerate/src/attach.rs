@@ -183,9 +183,8 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
             }
             return Ok(Begun { marks, dropped, is_lost: false });
         }
-        let counts = Counts::default();
         let dropped = store.drop_blocks(is_its);
-        store.store_index(&counts)?;
+        store.store_index()?;
         // No mark has the writes of an earlier process without a cache, and they may be volatile: a
         // power failure must not leave them in the cache alone.
         let blocks = record.bitmap_blocks.get();
@@ -203,7 +202,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
             let clean = Samples { store, slow, number, marks: &marks, cleared: &|_| false };
             store.take_identity(number, identity, &clean)?;
         }
-        marks.store(&DeviceBitmaps { store, first, counts: &counts })?;
+        marks.store(&DeviceBitmaps { store, first })?;
         store.put_record(number, record)?;
         Ok(Begun { marks, dropped, is_lost: synced.is_err() })
     }

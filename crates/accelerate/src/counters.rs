@@ -30,7 +30,7 @@ pub enum Count {
     SlowWrittenBytes,
     /// Bytes of blocks written to the cache device.
     CacheWrittenBytes,
-    /// Bytes of bitmaps and index written to the cache device.
+    /// Other bytes written to the cache device: superblocks, bitmaps, index, heads of the log.
     CacheMetaBytes,
     /// Bytes that bypassed the cache because of the sequential cut-off.
     BypassedBytes,

@@ -17,7 +17,6 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
     backing::SlowDevice,
-    counters::Counts,
     device::CachedDevice,
     dirty_ranges::{Dirty, dirty_of},
     format::DEVICES_MAX,
@@ -101,7 +100,7 @@ impl<C: LocalFile> CacheStore<C> {
             backing.identity.note_written(of(*device));
             self.put_identity(*device, &backing.identity)
         });
-        let stored = identified.and_then(|()| self.store_index(&Counts::default()));
+        let stored = identified.and_then(|()| self.store_index());
         stored.or_else(|error| self.give_up(&error).and(Err(error)))
     }
 

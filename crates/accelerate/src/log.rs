@@ -49,6 +49,8 @@ pub(crate) trait Heads {
     fn open_segment(&self, segment: u32) -> Result<()>;
     /// A generation begins with the record `first`; no segment is open.
     fn begin_generation(&self, generation: u64, first: u64) -> Result<()>;
+    /// So many bytes were written beside the blocks.
+    fn note_overhead(&self, bytes: u64);
 }
 
 /// The choice of dirty blocks to write back.
@@ -250,6 +252,7 @@ impl Log {
         };
         drop(state);
         let done = self.write_record(file, place, &record, &batch);
+        heads.note_overhead(BLOCK_SIZE);
         let outcome = match done {
             Ok(()) => Ok(()),
             Err(error) => {

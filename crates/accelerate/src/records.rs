@@ -3,7 +3,6 @@
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
-    counters::{Count, Counts},
     format::{Block, DEVICES_MAX, DeviceRecord, NAME_MAX, REGION, REGIONS_A_BLOCK},
     marks::{Bitmaps, Marks},
     store::CacheStore,
@@ -108,7 +107,7 @@ impl<C: LocalFile> CacheStore<C> {
             }
             Some((number, _)) => {
                 self.drop_blocks(|key| key.device == number);
-                self.store_index(&Counts::default())?;
+                self.store_index()?;
                 self.put_record(number, DeviceRecord::empty())
             }
             None => {
@@ -140,12 +139,11 @@ impl<C: LocalFile> CacheStore<C> {
 pub(crate) struct DeviceBitmaps<'a, C> {
     pub(crate) store: &'a CacheStore<C>,
     pub(crate) first: u32,
-    pub(crate) counts: &'a Counts,
 }
 
 impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
     fn write(&self, block: u32, bytes: &Block) -> Result<()> {
-        self.counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
+        self.store.note_overhead(BLOCK_SIZE);
         self.store.file.write_at(self.store.layout.bitmap_at(self.first + block), &bytes.0)
     }
 

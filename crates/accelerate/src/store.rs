@@ -80,6 +80,8 @@ pub struct CacheStore<C> {
     head: Mutex<Super>,
     epoch: u64,
     errors: AtomicU32,
+    /// Bytes that were written beside the blocks, and that no device has counted yet.
+    overhead: AtomicU64,
     health: Mutex<Health>,
     distrust: Distrust,
 }
@@ -229,6 +231,7 @@ impl<C: LocalFile> CacheStore<C> {
             epoch: head.epoch,
             head: Mutex::new(head),
             errors: AtomicU32::new(0),
+            overhead: AtomicU64::new(0),
             health: Mutex::new(Health::Good),
             distrust,
             file,
@@ -487,8 +490,18 @@ impl<C: LocalFile> CacheStore<C> {
         dropped
     }
 
+    /// Counts bytes beside the blocks: the next device that is tidied has them.
+    pub(crate) fn note_overhead(&self, bytes: u64) {
+        self.overhead.fetch_add(bytes, SeqCst);
+    }
+
+    /// The bytes since the last call.
+    pub(crate) fn take_overhead(&self) -> u64 {
+        self.overhead.swap(0, SeqCst)
+    }
+
     /// Stores the changed parts of the index, durably. The caller gives up the cache if it fails.
-    pub(crate) fn store_index(&self, counts: &Counts) -> Result<()> {
+    pub(crate) fn store_index(&self) -> Result<()> {
         let _turn = self.locks.lock(TURN);
         let mut taken = Vec::new();
         // Bytes that were not synced may be lost, whichever part failed.
@@ -499,7 +512,7 @@ impl<C: LocalFile> CacheStore<C> {
                 let block = encode_part(part, self.sets.part(part), self.epoch, self.id);
                 let stored = self.file.write_at(self.layout.part_at(part), &block.0);
                 stored.inspect_err(|_| give_back(&taken))?;
-                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
+                self.note_overhead(BLOCK_SIZE);
             }
         }
         self.sync().inspect_err(|_| give_back(&taken))
@@ -521,6 +534,7 @@ impl<C: LocalFile> CacheStore<C> {
             (head.encode(), head.generation % 2, changed)
         };
         let stored = self.file.write_at(copy * BLOCK_SIZE, &block.0).and_then(|()| self.sync());
+        self.note_overhead(BLOCK_SIZE);
         if stored.is_err() {
             // This copy may be damaged: the next write takes it again, and leaves the other one.
             self.head().generation -= 1;

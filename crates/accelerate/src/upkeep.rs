@@ -140,8 +140,9 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
             self.backing.sync()?;
         }
         let stored = self.refresh_identity(&idle);
-        let stored = stored.and_then(|()| self.store.store_index(&self.counts)).and_then(|()| {
+        let stored = stored.and_then(|()| self.store.store_index()).and_then(|()| {
             self.marks.clear(&idle, &self.bitmaps())?;
+            self.counts.add(Count::CacheMetaBytes, self.store.take_overhead());
             let counters = self.counts.all().map(Into::into);
             self.store.change_record(self.number, |record| record.counters = counters)
         });

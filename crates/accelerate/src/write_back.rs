@@ -57,6 +57,10 @@ impl<C: LocalFile> Heads for CacheStore<C> {
     fn begin_generation(&self, generation: u64, first: u64) -> Result<()> {
         self.store_head(|head| head.log.begin(generation, first))
     }
+
+    fn note_overhead(&self, bytes: u64) {
+        self.note_overhead(bytes);
+    }
 }
 
 impl<C: LocalFile> CacheStore<C> {

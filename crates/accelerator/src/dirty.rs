@@ -194,7 +194,7 @@ fn read(path: &Path) -> Option<DirtyOwner> {
 }
 
 /// Replaces a file and makes it durable, with its name and the name of its folder.
-fn put_durably(path: &Path, text: &[u8]) -> io::Result<()> {
+pub(crate) fn put_durably(path: &Path, text: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new~");
     let mut file = File::create(&new)?;
     file.write_all(text)?;

@@ -6,6 +6,7 @@
 //!                     serve.sock  the server
 //!                     distrust    the content must not be used, but for dirty blocks
 //!                     dirty/      the slow devices that it may have newer content of
+//!                     histograms/ distributions of the requests of each slow device
 //!                     log         of both
 //! ```
 
@@ -107,6 +108,7 @@ impl CacheFolder {
         let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
         let _ = fs::remove_file(self.distrust());
+        let _ = fs::remove_dir_all(self.histograms());
         let text = format!("{}\n{}\n", cache.display(), hex(id));
         fs::write(self.0.join("device"), text).map_err(failed)?;
         File::open(self.0.join("device")).and_then(|file| file.sync_all()).map_err(failed)
@@ -124,6 +126,10 @@ impl CacheFolder {
 
     pub(crate) fn serve_socket(&self) -> PathBuf {
         self.0.join("serve.sock")
+    }
+
+    pub(crate) fn histograms(&self) -> PathBuf {
+        self.0.join("histograms")
     }
 
     pub(crate) fn distrust(&self) -> PathBuf {

@@ -7,6 +7,8 @@
 //!   disk      devices and files       probe    what a device holds already
 //!   harden    staying alive when memory is short   looped   attaches the loop device
 //!   device    a cached device for the engine         shared   counters that outlive a server
+//!   lasting   distributions that outlive both processes
+//!   plan      what the supervisor tells the server
 //!   offline   writing back what is not attached
 //!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
 //!   status    all figures                            times    distributions of durations and sizes
@@ -21,8 +23,10 @@ pub mod dirty;
 pub mod disk;
 pub mod folder;
 mod harden;
+mod lasting;
 mod looped;
 pub mod offline;
+mod plan;
 pub mod probe;
 mod serve;
 mod shared;

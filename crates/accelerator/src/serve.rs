@@ -21,7 +21,6 @@ use std::{
         fd::{FromRawFd, OwnedFd, RawFd},
         unix::net::UnixListener,
     },
-    path::PathBuf,
     process::ExitCode,
     sync::{
         Arc, Mutex, PoisonError,
@@ -35,7 +34,6 @@ use burgeon_accelerate::{
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, FuseServer, ServeOptions, Slots, serve_writable};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -45,6 +43,8 @@ use crate::{
     dirty::{DirtyOwner, Owners, gone, record_distrust},
     disk::Disk,
     harden::harden,
+    lasting::Lasting,
+    plan::{Plan, PlanDevice},
     shared::SharedCells,
     status::{distributions, document},
     writing_back::{WriteBackSettings, WritingBack},
@@ -66,49 +66,11 @@ const BLOCKS_AT_ONCE: usize = 2048;
 /// Questions that are answered at once.
 const ANSWERS_MAX: u32 = 16;
 
-/// The cache and the devices that a server serves.
-#[derive(Serialize, Deserialize, Debug)]
-pub(crate) struct Plan {
-    pub(crate) cache: PathBuf,
-    pub(crate) cache_fd: RawFd,
-    pub(crate) listener_fd: RawFd,
-    /// The file that is made when the content must not be used any more.
-    pub(crate) distrust: PathBuf,
-    pub(crate) policy: String,
-    pub(crate) writing_back: WriteBackSettings,
-    /// Documents of devices that may have dirty blocks.
-    pub(crate) owners: PathBuf,
-    /// The cache device had failed.
-    pub(crate) is_distrusted: bool,
-    /// Content of an earlier server may be used.
-    pub(crate) warm: bool,
-    /// A cache that cannot be opened is gone round.
-    pub(crate) goes_round: bool,
-    pub(crate) devices: Vec<PlanDevice>,
-}
-
-#[derive(Serialize, Deserialize, Debug)]
-pub(crate) struct PlanDevice {
-    pub(crate) name: String,
-    pub(crate) slow: PathBuf,
-    pub(crate) slow_fd: RawFd,
-    pub(crate) fuse_fd: RawFd,
-    pub(crate) slots_fd: RawFd,
-    pub(crate) counters_fd: RawFd,
-    pub(crate) mode: String,
-    pub(crate) cutoff: u64,
-    pub(crate) warm: bool,
-    /// Its users wait, so it is served without a cache that cannot be used.
-    pub(crate) is_in_use: bool,
-    pub(crate) accept_loss: bool,
-    /// The kernel sends the requests of a dead server again.
-    pub(crate) resends: bool,
-}
-
 /// A served device.
 struct Device {
     cached: Arc<CachedDevice<Disk, Disk>>,
     cells: Arc<SharedCells>,
+    lasting: Lasting,
     slots: Arc<Slots>,
     resends: bool,
     /// Requests that begin write-back: its document stays meanwhile.
@@ -181,6 +143,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let cached = CachedDevice::attach(store.clone(), slow, &device.name, trust, options)?;
         let cells = Arc::new(SharedCells::map(&take(device.counters_fd))?);
         let cached = Arc::new(cached.count_in(Counts::shared(cells.clone())));
+        let lasting = Lasting::of(&plan.histograms, &device.name);
+        cells.restore_once(|times| lasting.restore(times));
         // Before it is served, and not before it is the right device.
         if !cached.is_settled() && !store.has_failed() {
             owners.put(&device.name, &DirtyOwner::of(cached.slow(), store.id()))?;
@@ -199,7 +163,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         });
         let (server, beginning) = (Mutex::new(Some(server)), AtomicU32::new(0));
         let resends = device.resends;
-        devices.push(Device { cached, cells, slots, resends, beginning, server, ended });
+        devices.push(Device { cached, cells, lasting, slots, resends, beginning, server, ended });
     }
     record_absent(&store, &devices, &owners)?;
     let serving = Serving {
@@ -328,7 +292,7 @@ impl Serving {
         loop {
             tokio::select! {
                 _ = terminated.recv() => break,
-                _ = tidy.tick() => tokio::task::block_in_place(|| serving.tidy()),
+                _ = tidy.tick() => tokio::task::block_in_place(|| serving.tidy(false)),
                 _ = look.tick(), if rustix::process::getppid() != supervisor => {
                     if !serving.is_orphan.swap(true, SeqCst) {
                         tokio::task::block_in_place(|| serving.without_supervisor());
@@ -354,7 +318,7 @@ impl Serving {
             for device in &serving.devices {
                 let _ = device.cached.set_mode(Mode::WriteThrough);
             }
-            serving.tidy();
+            serving.tidy(true);
         });
         ExitCode::SUCCESS
     }
@@ -392,8 +356,9 @@ impl Serving {
         }
     }
 
-    fn tidy(&self) {
+    fn tidy(&self, is_last: bool) {
         for device in &self.devices {
+            device.store_times(is_last);
             self.forget_owner(device);
             if let Err(error) = device.cached.tidy() {
                 tracing::error!(device = device.cached.name(), %error, "cannot write the marks of the device");
@@ -512,9 +477,11 @@ impl Serving {
                 self.write_back(&name, before, ends)
             }
             ControlRequest::Flush { name } => {
-                let device = &self.device(&name)?.cached;
+                let served = self.device(&name)?;
+                let device = &served.cached;
                 device.flush()?;
                 device.tidy()?;
+                served.store_times(true);
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
             }
             ControlRequest::Check { name, from } => self.check(&name, from),
@@ -560,6 +527,16 @@ impl Serving {
     fn distributions(&self, name: &str) -> Result<Value> {
         let device = self.device(name)?;
         Ok(distributions(name, device.cells.times(), device.slots.counters()))
+    }
+}
+
+impl Device {
+    /// Stores the distributions, if it is time or the caller wants it `now`.
+    fn store_times(&self, now: bool) {
+        let stored = self.lasting.store(self.cells.times(), self.slots.counters(), now);
+        if let Err(error) = stored {
+            tracing::warn!(device = self.cached.name(), %error, "cannot store histograms");
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Counters in memory that the supervisor holds, so that the death of a server loses none.
 //!
 //! ```text
-//!   memfd   Cells (counters of the core) │ Times (distributions)
+//!   memfd   Cells (counters of the core) │ Times (distributions) │ these are restored
 //! ```
 //!
 //! New fields come at the end: the memory of a supervisor of an earlier version is made longer.
@@ -9,6 +9,7 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     ptr::{self, NonNull},
+    sync::atomic::{AtomicU64, Ordering::SeqCst},
 };
 
 use burgeon_accelerate::Cells;
@@ -25,6 +26,8 @@ use crate::times::Times;
 struct Memory {
     cells: Cells,
     times: Times,
+    /// 1 once the distributions of earlier attachments are in `times`.
+    restored: AtomicU64,
 }
 
 const LEN: usize = size_of::<Memory>();
@@ -70,6 +73,15 @@ impl SharedCells {
     pub(crate) fn times(&self) -> &Times {
         &self.memory().times
     }
+
+    /// Has `restore` replace the distributions of new memory, before anybody counts. If a server dies
+    /// within it, the next one does it again.
+    pub(crate) fn restore_once(&self, restore: impl FnOnce(&Times)) {
+        if self.memory().restored.load(SeqCst) == 0 {
+            restore(self.times());
+            self.memory().restored.store(1, SeqCst);
+        }
+    }
 }
 
 impl AsRef<Cells> for SharedCells {
@@ -97,6 +109,21 @@ mod tests {
 
     use super::{SharedCells, memory};
     use crate::times::Kind;
+
+    #[test]
+    fn distributions_are_restored_once_and_whole() {
+        let memory = memory().unwrap();
+        let values = |cells: &SharedCells| cells.times().of(Kind::Write).snapshot().count();
+        let first = SharedCells::map(&memory).unwrap();
+        // A server that dies in the middle of it.
+        first.times().of(Kind::Write).record(1);
+        let second = SharedCells::map(&memory).unwrap();
+        second.restore_once(|times| times.of(Kind::Write).restore([(1, 5)]));
+        second.times().of(Kind::Write).record(1);
+        let third = SharedCells::map(&memory).unwrap();
+        third.restore_once(|times| times.of(Kind::Write).restore([(1, 5)]));
+        assert_eq!(values(&third), 6);
+    }
 
     #[test]
     fn the_memory_of_an_earlier_version_gets_distributions() {

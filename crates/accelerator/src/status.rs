@@ -66,19 +66,11 @@ pub(crate) fn document<'a>(
     })
 }
 
-/// The distributions of one device. `counters` are those of the request engine: of its hits, each
-/// is a block of the cache device.
-pub(crate) fn distributions(name: &str, times: &Times, counters: &Counters) -> Value {
-    let hits = counters.hit_latency.snapshot();
-    let durations = Kind::DURATIONS.map(|(kind, key)| {
-        let own = times.of(kind).snapshot();
-        let all = if kind == Kind::ReadCache { own.with(&hits) } else { own };
-        (key, distribution(&all))
-    });
-    let sizes = Kind::SIZES.map(|(kind, key)| (key, distribution(&times.of(kind).snapshot())));
+/// The distributions of one device. `engine` has the counters of the request engine.
+pub(crate) fn distributions(name: &str, times: &Times, engine: &Counters) -> Value {
     let mut document = json!({ "name": name });
-    for (key, value) in durations.into_iter().chain(sizes) {
-        document[key] = value;
+    for (kind, key) in Kind::all() {
+        document[key] = distribution(&times.with(engine, kind));
     }
     document
 }

@@ -47,7 +47,8 @@ use crate::{
     disk::Disk,
     folder::{CacheFolder, serving, take_serving_name},
     harden::harden,
-    serve::{NO_RESEND, Plan, PlanDevice, connect, named},
+    plan::{Plan, PlanDevice},
+    serve::{NO_RESEND, connect, named},
     shared::{SharedCells, memory},
     writing_back::WriteBackSettings,
 };
@@ -457,6 +458,7 @@ impl Supervisor {
             policy: self.policy.clone(),
             writing_back: self.writing_back,
             owners: self.folder.owners(),
+            histograms: self.folder.histograms(),
             is_distrusted,
             warm,
             // Of a cache that failed before, it is known which bytes went with it; else nobody

@@ -6,13 +6,14 @@
 //!   write ─► until it returned; flush (and FUA) ─► until it was durable
 //! ```
 //!
-//! They lie in the memory of the counters, and begin with the attach. Hits that the request engine
-//! reads through its ring are in its own counters; [`crate::status`] adds the two.
+//! They lie in the memory of the counters, and outlive it in the state directory ([`crate::lasting`]).
+//! Hits that the request engine reads through its ring are in its own counters; [`Times::with`] adds
+//! the two.
 
 use std::time::Instant;
 
 use burgeon_accelerate::HitTier;
-use burgeon_block::Histogram;
+use burgeon_block::{Counters, Histogram, HistogramSnapshot};
 
 /// The kinds, with their names in JSON.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,6 +51,11 @@ impl Kind {
     pub(crate) const SIZES: [(Self, &str); 2] =
         [(Self::ReadSize, "read_bytes"), (Self::WriteSize, "write_bytes")];
 
+    /// All, with their names in JSON.
+    pub(crate) fn all() -> impl Iterator<Item = (Self, &'static str)> {
+        Self::DURATIONS.into_iter().chain(Self::SIZES)
+    }
+
     pub(crate) fn of_read(tier: HitTier) -> Self {
         match tier {
             HitTier::Memory => Self::ReadMemory,
@@ -67,6 +73,13 @@ pub(crate) struct Times([Histogram; COUNT]);
 impl Times {
     pub(crate) fn of(&self, kind: Kind) -> &Histogram {
         &self.0[kind as usize]
+    }
+
+    /// The distribution of a kind. `engine` has the counters of the request engine: of its hits, each
+    /// is a block of the cache device.
+    pub(crate) fn with(&self, engine: &Counters, kind: Kind) -> HistogramSnapshot {
+        let own = self.of(kind).snapshot();
+        if kind == Kind::ReadCache { own.with(&engine.hit_latency.snapshot()) } else { own }
     }
 
     /// Notes a request that began at `begun` and ends now.

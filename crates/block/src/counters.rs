@@ -83,6 +83,15 @@ impl Histogram {
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot(self.buckets.iter().map(|b| b.load(Relaxed)).collect())
     }
+
+    /// Replaces its content by that of a snapshot ([`HistogramSnapshot::filled`]), before anybody
+    /// counts.
+    pub fn restore(&self, filled: impl IntoIterator<Item = (u64, u64)>) {
+        self.buckets.iter().for_each(|bucket| bucket.store(0, Relaxed));
+        for (value, count) in filled {
+            self.buckets[bucket(value)].fetch_add(count, Relaxed);
+        }
+    }
 }
 
 /// A histogram at one moment.
@@ -94,6 +103,12 @@ impl HistogramSnapshot {
     pub fn with(mut self, other: &Self) -> Self {
         self.0.iter_mut().zip(&other.0).for_each(|(own, other)| *own += other);
         self
+    }
+
+    /// The largest value of each bucket that has values, and their number.
+    pub fn filled(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let buckets = self.0.iter().enumerate().filter(|(_, count)| **count > 0);
+        buckets.map(|(index, count)| (upper_bound(index), *count))
     }
 
     /// Number of values.
@@ -184,6 +199,17 @@ mod tests {
         (1..=100_000).for_each(|value| histogram.record(value));
         let (sum, exact) = (histogram.snapshot().sum(), 100_000 * 100_001 / 2);
         assert!(sum.abs_diff(exact) <= exact / 16, "{sum}");
+    }
+
+    #[test]
+    fn a_snapshot_comes_back() {
+        let histogram = Histogram::default();
+        (0..64).for_each(|shift| histogram.record(u64::MAX >> shift));
+        (0..100).for_each(|value| histogram.record(value * value));
+        let (snapshot, other) = (histogram.snapshot(), Histogram::default());
+        other.record(12_345);
+        other.restore(snapshot.filled());
+        assert_eq!(other.snapshot(), snapshot);
     }
 
     #[test]

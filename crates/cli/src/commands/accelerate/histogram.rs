@@ -38,7 +38,7 @@ pub(super) fn histogram(context: &Context, name: Option<&str>) -> Result<ExitCod
     }
     tell(context, &json!({ "devices": devices }), |_| {
         for device in &devices {
-            println!("{}, since it was attached", text(&device["name"]));
+            println!("{}", text(&device["name"]));
             part(device, "duration", &DURATIONS, |ns| duration_us(ns as f64 / 1000.0));
             part(device, "size", &SIZES, bytes);
         }

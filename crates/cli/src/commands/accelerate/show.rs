@@ -175,6 +175,15 @@ pub(super) fn status(context: &Context, name: Option<&str>) -> Result<ExitCode> 
     })
 }
 
+/// All bytes that the device has had written to the cache device, and how many times the bytes of the
+/// blocks among them that is.
+fn to_cache(device: &Value) -> (u64, Option<f64>) {
+    let count = |key: &str| device["counters"][key].as_u64().unwrap_or(0);
+    let blocks = count("cache_written_bytes");
+    let all = blocks + count("cache_meta_bytes");
+    (all, (blocks > 0).then(|| all as f64 / blocks as f64))
+}
+
 /// Of `caches`, each device called `name`, or all, with its cache. `NotFound` if there is none of
 /// that name.
 pub(super) fn chosen<'a>(
@@ -197,7 +206,14 @@ pub(super) fn chosen<'a>(
 pub(super) fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
     let caches = documents(context)?;
     let chosen = chosen(context, &caches, name)?;
-    let document = |(_, device): &(&Value, &Value)| json!({ "name": device["name"], "counters": device["counters"] });
+    let document = |(_, device): &(&Value, &Value)| {
+        let (written, factor) = to_cache(device);
+        json!({
+            "name": device["name"],
+            "counters": device["counters"],
+            "cache_device": { "written_bytes": written, "amplification": factor },
+        })
+    };
     let devices: Vec<_> = chosen.iter().map(document).collect();
     tell(context, &json!({ "devices": devices }), |_| {
         for (_, device) in &chosen {
@@ -205,6 +221,10 @@ pub(super) fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
             for (name, count) in device["counters"].as_object().into_iter().flatten() {
                 println!("  {:<20} {count}", name.replace('_', " "));
             }
+            let (written, factor) = to_cache(device);
+            let factor =
+                factor.map_or(String::new(), |factor| format!(", {factor:.3} times the blocks"));
+            println!("  written to the cache device: {}{factor}", bytes(written));
         }
     })
 }
