@@ -372,6 +372,15 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     bug(
+        "SegmentsGrow",
+        "a growth of the cache moves the segments of the log",
+        &[(
+            "layout.rs",
+            "        (self.extents[0].log_blocks / 16).clamp(4, 4096)",
+            "        ((if BUG { self.log_blocks } else { self.extents[0].log_blocks }) / 16).clamp(4, 4096)",
+        )],
+    ),
+    bug(
         "TailOfDeviceTooFar",
         "the tail of a device passes blocks that are dirty yet",
         &[(

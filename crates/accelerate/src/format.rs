@@ -8,7 +8,11 @@
 //!   then            with a log: what tells each slow device from others (`identity`), twice
 //!   then            index: parts of 31 sets, a word and a check of each slot
 //!   then            slots: the cached blocks, 16 a set
+//!   each growth     behind all that: more of the log, index, slots
 //! ```
+//!
+//! A growth moves nothing: the superblock lists the extents, and a block that was cached before is
+//! found in its old set ([`Sets`](crate::sets::Sets)). Bitmaps and identities stay as they are.
 //!
 //! Every block but the slots begins with a head: CRC-32C of the rest, kind, number, and the id of
 //! the cache. So a block that was torn, or left by another cache, is recognised: a bitmap then
@@ -24,10 +28,16 @@ use zerocopy::{
     little_endian::{U32, U64},
 };
 
-use crate::sets::{SETS_A_PART, WAYS};
+pub use crate::layout::Layout;
+use crate::{
+    layout::EXTENTS_MAX,
+    sets::{SETS_A_PART, WAYS},
+};
 
-/// The version that this program writes, and the only one that it reads.
-pub const VERSION: u32 = 3;
+/// The version of a cache that has grown.
+pub const VERSION: u32 = 4;
+/// The version of one that has not: earlier programs read it, too.
+const VERSION_NOT_GROWN: u32 = 3;
 /// Bytes of a region, for which the bitmap has a bit.
 pub const REGION: u64 = 1 << 20;
 /// The most slow devices of one cache.
@@ -36,7 +46,7 @@ pub const DEVICES_MAX: usize = 16;
 pub const SIZE_MIN: u64 = 1 << 20;
 /// The smallest and the largest log, in blocks.
 pub const LOG_MIN: u32 = 64;
-const LOG_MAX: u32 = 4 << 20;
+pub(crate) const LOG_MAX: u32 = 4 << 20;
 /// Counters of a device.
 pub const COUNTERS: usize = 16;
 /// Bytes of a device's name.
@@ -222,6 +232,18 @@ struct RawSuper {
     log_open: U32,
     log_starts: U32,
     starts: [[U64; 2]; STARTS_MAX],
+    /// Growths, and the extent of each.
+    growths: U64,
+    grown: [RawExtent; EXTENTS_MAX - 1],
+}
+
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawExtent {
+    /// Bytes of the device that are used, with this extent.
+    size: U64,
+    log_blocks: U32,
+    sets: U32,
 }
 
 const _: () = assert!(size_of::<RawSuper>() <= BLOCK, "the superblock is one block");
@@ -241,95 +263,6 @@ pub struct Super {
     pub(crate) devices: [DeviceRecord; DEVICES_MAX],
 }
 
-/// The places of the parts, in blocks.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Layout {
-    /// Bytes of the cache device that are used.
-    pub size: u64,
-    /// Blocks of all bitmaps.
-    pub bitmap_blocks: u32,
-    /// Blocks of the log.
-    pub log_blocks: u32,
-    /// Sets of the index.
-    pub sets: u32,
-}
-
-impl Layout {
-    /// The layout of a device of `size` bytes with a log of a tenth of it, at most 16 GiB;
-    /// `Invalid` below [`SIZE_MIN`].
-    pub fn new(size: u64) -> Result<Self> {
-        let log = (size / BLOCK_SIZE / 10).min(u64::from(LOG_MAX)) as u32;
-        Self::with_log(size, if log < LOG_MIN { 0 } else { log })
-    }
-
-    /// The layout with a log of `log_blocks` blocks: none, or [`LOG_MIN`] to a quarter of the size.
-    pub fn with_log(size: u64, log_blocks: u32) -> Result<Self> {
-        if size < SIZE_MIN {
-            let what = format!("a cache of {size} bytes is too small: {SIZE_MIN} are the least");
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let blocks = size / BLOCK_SIZE;
-        let fits = (LOG_MIN..=LOG_MAX).contains(&log_blocks) && u64::from(log_blocks) <= blocks / 4;
-        if log_blocks != 0 && !fits {
-            let what = format!("a log of {log_blocks} blocks does not fit into {size} bytes");
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        // Enough for slow devices of about 500 times the size, 64 GiB at least.
-        let bitmap_blocks = (blocks / 16_384).clamp(2 * DEVICES_MAX as u64, 1 << 16) as u32;
-        let parts = u64::from(SETS_A_PART);
-        let log_and_identities = u64::from(log_blocks) + Self::identity_blocks(log_blocks);
-        let rest = blocks - 2 - u64::from(bitmap_blocks) - log_and_identities - 1;
-        let sets = rest * parts / (parts * WAYS as u64 + 1);
-        // 2^32 slots, which are 16 TiB.
-        let sets = sets.min((u32::MAX / WAYS as u32).into()) as u32;
-        Ok(Self { size, bitmap_blocks, log_blocks, sets })
-    }
-
-    fn log_first(&self) -> u64 {
-        2 + u64::from(self.bitmap_blocks)
-    }
-
-    /// Offset of a block of the log.
-    pub(crate) fn log_at(&self, block: u32) -> u64 {
-        (self.log_first() + u64::from(block)) * BLOCK_SIZE
-    }
-
-    /// Blocks of the identities: two a device.
-    fn identity_blocks(log_blocks: u32) -> u64 {
-        if log_blocks == 0 { 0 } else { 2 * DEVICES_MAX as u64 }
-    }
-
-    /// Offset of a copy of a device's identity. The cache has a log.
-    pub(crate) fn identity_at(&self, device: u8, copy: u64) -> u64 {
-        let block = 2 * u64::from(device) + copy % 2;
-        (self.log_first() + u64::from(self.log_blocks) + block) * BLOCK_SIZE
-    }
-
-    fn index_first(&self) -> u64 {
-        let log_blocks = self.log_blocks;
-        self.log_first() + u64::from(log_blocks) + Self::identity_blocks(log_blocks)
-    }
-
-    fn slots_first(&self) -> u64 {
-        self.index_first() + u64::from(self.sets.div_ceil(SETS_A_PART))
-    }
-
-    /// Offset of a block of the bitmaps.
-    pub(crate) fn bitmap_at(&self, block: u32) -> u64 {
-        (2 + u64::from(block)) * BLOCK_SIZE
-    }
-
-    /// Offset of a part of the index.
-    pub(crate) fn part_at(&self, part: u32) -> u64 {
-        (self.index_first() + u64::from(part)) * BLOCK_SIZE
-    }
-
-    /// Offset of a slot.
-    pub fn slot_at(&self, slot: u32) -> u64 {
-        (self.slots_first() + u64::from(slot)) * BLOCK_SIZE
-    }
-}
-
 impl Super {
     /// The superblock of a new cache.
     pub fn new(id: [u8; 16], layout: Layout) -> Self {
@@ -343,22 +276,34 @@ impl Super {
         for (raw, (generation, first)) in starts.iter_mut().zip(&self.log.starts) {
             *raw = [(*generation).into(), (*first).into()];
         }
+        let raw_extent = |(size, log_blocks, sets): (u64, u32, u32)| RawExtent {
+            size: size.into(),
+            log_blocks: log_blocks.into(),
+            sets: sets.into(),
+        };
+        let extents: Vec<_> = self.layout.extents().map(raw_extent).collect();
+        let (first, growths) = (extents[0], &extents[1..]);
+        let mut grown = [RawExtent::new_zeroed(); EXTENTS_MAX - 1];
+        grown[..growths.len()].copy_from_slice(growths);
+        let version = if growths.is_empty() { VERSION_NOT_GROWN } else { VERSION };
         let raw = RawSuper {
             head: [0; HEAD],
             magic: MAGIC,
-            version: VERSION.into(),
-            sets: self.layout.sets.into(),
+            version: version.into(),
+            sets: first.sets,
             id: self.id,
             generation: self.generation.into(),
             epoch: self.epoch.into(),
-            size: self.layout.size.into(),
+            size: first.size,
             bitmap_blocks: self.layout.bitmap_blocks.into(),
-            log_blocks: self.layout.log_blocks.into(),
+            log_blocks: first.log_blocks,
             devices: self.devices,
             log_tail: self.log.tail.into(),
             log_open: self.log.open.unwrap_or(NONE_OPEN).into(),
             log_starts: (self.log.starts.len() as u32).into(),
             starts,
+            growths: (growths.len() as u64).into(),
+            grown,
         };
         let mut block = Block::zeroed();
         block.0[..size_of::<RawSuper>()].copy_from_slice(raw.as_bytes());
@@ -378,7 +323,7 @@ impl Super {
             return fail(ErrorKind::NotFound, "it holds no cache of Burgeon".into());
         }
         let version = raw.version.get();
-        if version != VERSION {
+        if ![VERSION_NOT_GROWN, VERSION].contains(&version) {
             let remedy = match version < VERSION {
                 true => {
                     "make it anew (`burgeon accelerate destroy --accept-loss`, `create`): the slow devices have \
@@ -395,9 +340,21 @@ impl Super {
         if !is_sealed(block, BlockKind::Super, 0, 0, raw.id) {
             return fail(ErrorKind::Corrupt, "the superblock of its cache is damaged".into());
         }
-        let layout = Layout::with_log(raw.size.get(), raw.log_blocks.get())?;
+        let disagree = || fail(ErrorKind::Corrupt, "the sizes in its superblock disagree".into());
+        let mut layout = Layout::with_log(raw.size.get(), raw.log_blocks.get())?;
         if (layout.sets, layout.bitmap_blocks) != (raw.sets.get(), raw.bitmap_blocks.get()) {
-            return fail(ErrorKind::Corrupt, "the sizes in its superblock disagree".into());
+            return disagree();
+        }
+        let growths = if version == VERSION { raw.growths.get() } else { 0 };
+        if growths as usize > raw.grown.len() {
+            return disagree();
+        }
+        for extent in raw.grown.iter().take(growths as usize) {
+            let before = layout.sets;
+            layout = layout.extended(extent.size.get(), extent.log_blocks.get())?;
+            if layout.sets - before != extent.sets.get() {
+                return disagree();
+            }
         }
         if layout.size > size {
             let what = format!("it has {size} bytes, and its cache was made for {}", layout.size);
@@ -480,34 +437,12 @@ pub(crate) fn decode_bits(stored: &Block, block: u32, id: [u8; 16], bits: &mut [
 
 #[cfg(test)]
 mod tests {
-    use burgeon_block::{BLOCK_SIZE, ErrorKind};
+    use burgeon_block::ErrorKind;
     use proptest::prelude::*;
 
     use super::*;
 
     const ID: [u8; 16] = [7; 16];
-
-    #[test]
-    fn the_parts_fill_the_device_and_do_not_overlap() {
-        for size in [SIZE_MIN, 100 << 20, 1 << 30, (1 << 40) + 12_345, 20 << 40] {
-            let layout = Layout::new(size).unwrap();
-            let slots = u64::from(layout.sets) * WAYS as u64;
-            let end = layout.slot_at((slots - 1) as u32) + BLOCK_SIZE;
-            assert!(end <= size, "{size}: {end}");
-            assert!(layout.bitmap_at(layout.bitmap_blocks) == layout.log_at(0));
-            let last = layout.identity_at(DEVICES_MAX as u8 - 1, 1);
-            let behind = layout.log_at(layout.log_blocks);
-            match layout.log_blocks {
-                0 => assert_eq!(behind, layout.part_at(0)),
-                _ => {
-                    assert!(layout.identity_at(0, 0) == behind && last + 4096 == layout.part_at(0))
-                }
-            }
-            assert!(layout.part_at(layout.sets.div_ceil(SETS_A_PART)) == layout.slot_at(0));
-            assert!(size > 1 << 44 || end > size - size / 50 - (1 << 18), "{size}: {end}");
-        }
-        assert_eq!(Layout::new(SIZE_MIN - 1).unwrap_err().kind(), ErrorKind::Invalid);
-    }
 
     #[test]
     fn a_superblock_comes_back_and_each_damage_has_its_error() {
@@ -524,8 +459,33 @@ mod tests {
         damaged.0[200] ^= 1;
         assert_eq!(kind(&damaged, SIZE_MIN), ErrorKind::Corrupt);
         let mut newer = Block(block.0);
-        newer.0[HEAD + 8] = 4;
+        newer.0[HEAD + 8] = 5;
         assert_eq!(kind(&newer, SIZE_MIN), ErrorKind::UnsupportedFormat);
+    }
+
+    #[test]
+    fn a_cache_has_the_earlier_version_until_it_grows() {
+        let layout = Layout::new(8 << 20).unwrap();
+        let block = Super::new(ID, layout).encode();
+        assert_eq!(block.0[HEAD + 8], 3);
+        let grown = layout.grown(20 << 20).unwrap().grown(30 << 20).unwrap();
+        let mut head = Super::new(ID, grown);
+        head.generation = 3;
+        let mut block = head.encode();
+        assert_eq!(block.0[HEAD + 8], 4);
+        assert_eq!(Super::decode(&block, 30 << 20).unwrap().layout, grown);
+        let error = Super::decode(&block, (30 << 20) - 4096).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        // More growths than there can be, and one whose log has no whole segments.
+        let at = std::mem::offset_of!(RawSuper, growths);
+        for (at, value) in [(at, 8), (at + 16, 1)] {
+            let byte = std::mem::replace(&mut block.0[at], value);
+            seal(&mut block, BlockKind::Super, 0, 0, ID);
+            assert!(Super::decode(&block, 30 << 20).is_err(), "{at}");
+            block.0[at] = byte;
+        }
+        seal(&mut block, BlockKind::Super, 0, 0, ID);
+        assert!(Super::decode(&block, 30 << 20).is_ok());
     }
 
     #[test]
@@ -551,14 +511,16 @@ mod tests {
             bytes in proptest::collection::vec(any::<u8>(), 1..64),
             sealed: bool,
         ) {
-            let mut block = Super::new(ID, Layout::new(SIZE_MIN).unwrap()).encode();
+            let layout = Layout::new(SIZE_MIN / 4 * 5).unwrap();
+            let grown = layout.grown(SIZE_MIN * 2).unwrap().grown(SIZE_MIN * 3).unwrap();
+            let mut block = Super::new(ID, grown).encode();
             let end = (at + bytes.len()).min(BLOCK);
             block.0[at..end].copy_from_slice(&bytes[..end - at]);
             if sealed {
                 seal(&mut block, BlockKind::Super, 0, 0, ID);
             }
-            if let Ok(read) = Super::decode(&block, SIZE_MIN) {
-                prop_assert!(read.layout.size <= SIZE_MIN);
+            if let Ok(read) = Super::decode(&block, 3 * SIZE_MIN) {
+                prop_assert!(read.layout.size <= 3 * SIZE_MIN);
             }
         }
     }

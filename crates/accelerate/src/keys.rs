@@ -57,7 +57,7 @@ impl KeyMapping {
         Self { sets: sets.into(), bits, inverses: ROUNDS.map(inverse) }
     }
 
-    /// Blocks that a slow device can have.
+    /// Blocks that a slow device can have, for all of them to have a place.
     pub fn blocks_max(&self) -> u64 {
         1 << (self.bits - DEVICE_BITS)
     }
@@ -106,6 +106,14 @@ impl KeyMapping {
         }
         fold(number)
     }
+}
+
+/// A well mixed number of a key, the same in all runs.
+pub(crate) fn mixed(key: Key) -> u64 {
+    let mut number = u64::from(key.device) << 56 ^ key.block;
+    number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    number ^ (number >> 31)
 }
 
 /// The inverse of an odd number modulo 2^64: Newton's iteration doubles the right bits.

@@ -13,7 +13,7 @@
 //!     ├─ Policy (policy)   what is kept: adaptive, clock, fifo, tinylfu
 //!     ├─ Log (log, record, recover, write_back, drain, throttle)   dirty blocks
 //!     ├─ Locks (locks)     ranges of blocks that one request has to itself
-//!     └─ format            the bytes on the device
+//!     └─ format, layout    the bytes on the device, and their places
 //! ```
 //!
 //! Files and devices are behind [`LocalFile`](burgeon_block::LocalFile) and [`SlowDevice`], so the
@@ -31,6 +31,7 @@ pub mod format;
 mod identity;
 mod identity_copies;
 pub mod keys;
+mod layout;
 mod locks;
 mod log;
 mod log_state;
@@ -53,7 +54,10 @@ pub use counters::{Cells, Count, Counts};
 pub use device::{CachedDevice, DeviceOptions};
 pub use dirty_ranges::Dirty;
 pub use mode::Mode;
-pub use store::{CacheStore, Distrust, Trust, create, create_with, destroy, dirty_in, read_super};
+pub use records::create_for;
+pub use store::{
+    CacheStore, Distrust, Trust, create, create_with, destroy, dirty_in, grow, read_super,
+};
 pub use throttle::{AtOnce, Load, Moment, Throttle};
 pub use tier::HitTier;
 pub use write_back::DirtyLimits;

@@ -31,8 +31,8 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
 pub(crate) use crate::{dirty_version::DirtyVersion, log_state::Segment};
 use crate::{
-    format::Layout,
     keys::Key,
+    layout::Layout,
     log_state::{Outcome, Queued, State},
     record::{BLOCKS_MAX, LogRecord},
     sets::check_of,
@@ -95,11 +95,6 @@ pub(crate) struct Log {
     used: AtomicU64,
 }
 
-/// Blocks of a segment.
-pub(crate) fn segment_blocks(layout: &Layout) -> u32 {
-    (layout.log_blocks / 16).clamp(4, 4096)
-}
-
 /// The key of the block `index` behind `first`.
 fn key_behind(first: Key, index: usize) -> Key {
     Key { block: first.block + index as u64, ..first }
@@ -141,12 +136,12 @@ impl Log {
 
     /// The segment of a block of the log.
     pub(crate) fn segment_of(&self, place: u32) -> u32 {
-        place / segment_blocks(&self.layout)
+        place / self.layout.segment_blocks()
     }
 
     /// The most blocks of one call of [`Self::append`].
     pub(crate) fn blocks_max(&self) -> usize {
-        BLOCKS_MAX.min(segment_blocks(&self.layout) as usize - 1)
+        BLOCKS_MAX.min(self.layout.segment_blocks() as usize - 1)
     }
 
     /// The dirty version of a block.
@@ -181,7 +176,7 @@ impl Log {
     pub(crate) fn fill(&self) -> (u64, u64) {
         let state = self.state();
         let taken = state.segments.iter().filter(|segment| **segment != Segment::Free).count();
-        let taken = taken as u64 * u64::from(segment_blocks(&self.layout));
+        let taken = taken as u64 * u64::from(self.layout.segment_blocks());
         (taken, u64::from(self.layout.log_blocks))
     }
 
@@ -236,7 +231,7 @@ impl Log {
         state = self.ensure_open(state, heads);
         // All were refused where there is none.
         let Some((segment, _, _, at)) = state.open else { return state };
-        let size = segment_blocks(&self.layout);
+        let size = self.layout.segment_blocks();
         let batch = state.take_batch((size - at) as usize - 1);
         let place = segment * size + at;
         let blocks = batch.iter().flat_map(|queued| {
@@ -277,7 +272,7 @@ impl Log {
         mut state: MutexGuard<'a, State>,
         heads: &impl Heads,
     ) -> MutexGuard<'a, State> {
-        let size = segment_blocks(&self.layout);
+        let size = self.layout.segment_blocks();
         let wanted = state.queue.front().map_or(0, |first| first.bytes.bytes().len() / BLOCK);
         if state.open.is_some_and(|(.., at)| (size - at) as usize > wanted) {
             return state;
@@ -491,7 +486,7 @@ impl Log {
 
     /// These segments are retired: their versions leave the map.
     pub(crate) fn free(&self, segments: &[u32]) {
-        let size = segment_blocks(&self.layout);
+        let size = self.layout.segment_blocks();
         let mut state = self.state();
         let State { map, segments: all, avoided, .. } = &mut *state;
         map.retain(|_, entry| entry.is_lost() || !segments.contains(&(entry.place / size)));

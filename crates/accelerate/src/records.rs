@@ -3,10 +3,44 @@
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 
 use crate::{
-    format::{Block, DEVICES_MAX, DeviceRecord, NAME_MAX, REGION, REGIONS_A_BLOCK},
+    format::{Block, DEVICES_MAX, DeviceRecord, NAME_MAX, REGION, REGIONS_A_BLOCK, Super},
+    layout::Layout,
     marks::{Bitmaps, Marks},
-    store::CacheStore,
+    store::{CacheStore, write_new},
 };
+
+/// Makes a cache on `file` for the slow devices of a former one: their counters go on, and nothing is
+/// cached. `Invalid` if it is too small for one of them.
+pub fn create_for(
+    file: &impl LocalFile,
+    layout: Layout,
+    id: [u8; 16],
+    former: Option<&Super>,
+) -> Result<()> {
+    let mut head = Super::new(id, layout);
+    let mut bitmap_first = 0;
+    let records = former.map_or(&[][..], |former| &former.devices[..]);
+    for (record, known) in head.devices.iter_mut().zip(records) {
+        if known.used.get() == 0 {
+            continue;
+        }
+        let (name, size, blocks) = (known.name(), known.size.get(), known.bitmap_blocks.get());
+        let fits = size.div_ceil(BLOCK_SIZE) <= layout.blocks_max();
+        if !fits || bitmap_first + blocks > layout.bitmap_blocks {
+            let what = format!(
+                "a cache of {} bytes is too small for the slow device {name} of {size} bytes",
+                layout.size
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        *record = *known;
+        record.bitmap_first = bitmap_first.into();
+        // The new log begins anew.
+        record.tail = 0.into();
+        bitmap_first += blocks;
+    }
+    write_new(file, &head)
+}
 
 impl<C: LocalFile> CacheStore<C> {
     /// The number and record of the slow device `name`.
@@ -31,8 +65,8 @@ impl<C: LocalFile> CacheStore<C> {
             let what = format!("a device's name has 1 to {NAME_MAX} bytes: {name:?} has not");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        if size.div_ceil(BLOCK_SIZE) > self.sets().keys().blocks_max() {
-            let max = self.sets().keys().blocks_max() * BLOCK_SIZE;
+        if size.div_ceil(BLOCK_SIZE) > self.layout.blocks_max() {
+            let max = self.layout.blocks_max() * BLOCK_SIZE;
             let what = format!(
                 "a slow device of {size} bytes is too large for this cache: {max} are the most"
             );
@@ -149,5 +183,67 @@ impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
 
     fn sync(&self) -> Result<()> {
         self.store.sync()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use burgeon_block::{LocalFile, Result};
+
+    use super::create_for;
+    use crate::{
+        format::{DeviceRecord, Layout, Super},
+        store::read_super,
+    };
+
+    struct Memory(Mutex<Vec<u8>>);
+
+    impl LocalFile for Memory {
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+            buf.copy_from_slice(&self.0.lock().unwrap()[offset as usize..][..buf.len()]);
+            Ok(())
+        }
+
+        fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
+            self.0.lock().unwrap()[offset as usize..][..buf.len()].copy_from_slice(buf);
+            Ok(())
+        }
+
+        fn sync(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_new_cache_device_knows_the_slow_devices_of_the_former_one() {
+        let layout = Layout::new(1 << 30).unwrap();
+        let mut former = Super::new([1; 16], layout);
+        // Apart from each other, as they are once others were forgotten.
+        for (number, first, blocks) in [(3, 9, 2), (5, 20, 20)] {
+            let mut record = DeviceRecord::empty();
+            record.used = 1.into();
+            (record.bitmap_first, record.bitmap_blocks) = (first.into(), u32::into(blocks));
+            (record.size, record.tail) = ((40_000 << 20).into(), 77.into());
+            record.name[0] = b'a' + number as u8;
+            record.counters[2] = 1234.into();
+            former.devices[number] = record;
+        }
+        let small = Layout::new(2 << 20).unwrap();
+        let memory = Memory(Mutex::new(vec![7; 2 << 20]));
+        create_for(&memory, small, [2; 16], Some(&former)).unwrap();
+        let read = read_super(&memory, 2 << 20).unwrap();
+        let used: Vec<_> = (0..16).filter(|at| read.devices[*at].used.get() != 0).collect();
+        assert_eq!((used, read.id, read.layout), (vec![3, 5], [2; 16], small));
+        let place = |at: usize| (read.devices[at].bitmap_first.get(), read.devices[at].tail.get());
+        assert_eq!([place(3), place(5)], [(0, 0), (2, 0)]);
+        assert!([3, 5].iter().all(|at| read.devices[*at].counters[2].get() == 1234));
+        former.devices[5].bitmap_blocks = 31.into();
+        let error = create_for(&memory, small, [3; 16], Some(&former)).unwrap_err();
+        assert!(error.to_string().contains("the slow device f of"), "{error}");
+        assert_eq!(read_super(&memory, 2 << 20).unwrap().id, [2; 16]);
+        former.devices[5].size = (1 << 60).into();
+        assert!(create_for(&memory, layout, [3; 16], Some(&former)).is_err());
     }
 }

@@ -13,9 +13,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
 
 use crate::{
-    format::{DEVICES_MAX, Layout, LogHead},
+    format::{DEVICES_MAX, LogHead},
     keys::Key,
-    log::{DirtyVersion, Recovered, Segment, segment_blocks},
+    layout::Layout,
+    log::{DirtyVersion, Recovered, Segment},
     record::LogRecord,
     sets::check_of,
 };
@@ -39,8 +40,7 @@ pub(crate) fn recover(
     blocks_max: u64,
     tails: &[u64; DEVICES_MAX],
 ) -> Result<Recovered> {
-    let size = segment_blocks(layout);
-    let count = layout.log_blocks / size;
+    let (size, count) = (layout.segment_blocks(), layout.segments());
     let mut reads = Vec::new();
     let mut segments = Vec::new();
     let mut durable = Durable::default();

@@ -6,6 +6,10 @@
 //!   check: of each slot, the CRC-32C of its key and its 4 KiB
 //! ```
 //!
+//! A cache that has grown has an extent of sets for each growth, with a mapping of keys of its own. A
+//! new block goes to the extent that its number draws, a larger one more often. Blocks that were
+//! cached before a growth stay in their sets, so a lookup asks all extents, the drawn one first.
+//!
 //! Lookups take no lock. A slot is changed by the one owner of its reservation (`policy`): first
 //! the word becomes 0, then the slot's bytes change, then its check, then the word.
 //!
@@ -15,13 +19,14 @@
 //!   of another block, or of a slot in the middle of a change, never pass.
 //! - Every change marks its part of the index as changed after the change is visible, so a
 //!   checkpoint that misses a change leaves its mark (`take_changed`).
+//! - A key is in one slot at most, of all extents: only a key that was not found is admitted.
 
 use std::sync::atomic::{
     AtomicU32, AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
 
-use crate::keys::{Key, KeyMapping, SetTag};
+use crate::keys::{Key, KeyMapping, SetTag, mixed};
 
 /// Slots of a set.
 pub const WAYS: usize = 16;
@@ -30,13 +35,23 @@ pub const SETS_A_PART: u32 = 31;
 
 const USED: u32 = 1 << 31;
 const CLOCK: u32 = 3;
+/// Odd, so that each extent draws by other numbers.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Number of a slot: its place on the cache device.
 pub type Slot = u32;
 
+/// Sets that a cache got at once.
+struct Extent {
+    keys: KeyMapping,
+    first_set: u32,
+    sets: u32,
+    first_part: u32,
+}
+
 /// The index.
 pub struct Sets {
-    keys: KeyMapping,
+    extents: Box<[Extent]>,
     words: Box<[AtomicU32]>,
     checks: Box<[AtomicU32]>,
     /// A bit for each part of the stored index: it has changed since it was taken.
@@ -46,19 +61,55 @@ pub struct Sets {
 impl Sets {
     /// An empty index of `sets` sets.
     pub fn new(sets: u32) -> Self {
-        let slots = sets as usize * WAYS;
-        let parts = sets.div_ceil(SETS_A_PART) as usize;
+        Self::of(&[sets])
+    }
+
+    /// An empty index with an extent of each of these numbers of sets.
+    pub(crate) fn of(extents: &[u32]) -> Self {
+        let (mut first_set, mut first_part) = (0, 0);
+        let extents = extents.iter().map(|&sets| {
+            let extent = Extent { keys: KeyMapping::new(sets), first_set, sets, first_part };
+            first_set += sets;
+            first_part += sets.div_ceil(SETS_A_PART);
+            extent
+        });
+        let extents = extents.collect();
+        let slots = first_set as usize * WAYS;
         Self {
-            keys: KeyMapping::new(sets),
+            extents,
             words: (0..slots).map(|_| AtomicU32::new(0)).collect(),
             checks: (0..slots).map(|_| AtomicU32::new(0)).collect(),
-            changed: (0..parts.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            changed: (0..first_part.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 
-    /// The arithmetic of keys.
-    pub fn keys(&self) -> &KeyMapping {
-        &self.keys
+    /// The set into which `key` is admitted.
+    #[inline]
+    pub fn home(&self, key: Key) -> u32 {
+        let extent = &self.extents[self.drawn(key)];
+        extent.first_set + extent.keys.place(key).set
+    }
+
+    /// The extent that the key draws. From the newest to the oldest, each takes its share of the sets
+    /// up to it: so a growth changes the draws of those keys alone that it takes.
+    #[inline]
+    fn drawn(&self, key: Key) -> usize {
+        let has_place = |extent: &Extent| key.block < extent.keys.blocks_max();
+        for (at, extent) in self.extents.iter().enumerate().skip(1).rev() {
+            let number = mixed(key).wrapping_mul(STEP.wrapping_mul(2 * at as u64 + 1)) >> 32;
+            let all = u64::from(extent.first_set) + u64::from(extent.sets);
+            if has_place(extent) && number * all >> 32 < u64::from(extent.sets) {
+                return at;
+            }
+        }
+        // A small extent has no places for the last blocks of a huge device.
+        self.extents.iter().position(has_place).unwrap_or(0)
+    }
+
+    fn extent_of(&self, slot: Slot) -> &Extent {
+        let set = slot / WAYS as u32;
+        let found = self.extents.iter().rev().find(|extent| extent.first_set <= set);
+        found.unwrap_or(&self.extents[0])
     }
 
     /// Number of slots.
@@ -74,13 +125,18 @@ impl Sets {
     /// The slot that holds `key`.
     #[inline]
     pub fn find(&self, key: Key) -> Option<Slot> {
-        self.find_at(self.keys.place(key))
+        let drawn = self.drawn(key);
+        let others = (0..self.extents.len()).filter(|at| *at != drawn);
+        std::iter::once(drawn).chain(others).find_map(|at| self.find_in(&self.extents[at], key))
     }
 
-    /// The slot that holds the key of `place`.
     #[inline]
-    pub(crate) fn find_at(&self, place: SetTag) -> Option<Slot> {
-        let first = place.set as usize * WAYS;
+    fn find_in(&self, extent: &Extent, key: Key) -> Option<Slot> {
+        if key.block >= extent.keys.blocks_max() {
+            return None;
+        }
+        let place = extent.keys.place(key);
+        let first = (extent.first_set + place.set) as usize * WAYS;
         let wanted = USED | place.tag << 2;
         let set = &self.words[first..first + WAYS];
         let way = set.iter().position(|word| word.load(SeqCst) & !CLOCK == wanted)?;
@@ -112,11 +168,8 @@ impl Sets {
     /// The key of the block in `slot`.
     pub fn key_of(&self, slot: Slot) -> Option<Key> {
         let word = self.words[slot as usize].load(SeqCst);
-        (word & USED != 0).then(|| self.keys.key_at(self.place_of(slot, word)))
-    }
-
-    fn place_of(&self, slot: Slot, word: u32) -> SetTag {
-        SetTag { set: slot / WAYS as u32, tag: (word & !USED) >> 2 }
+        let extent = self.extent_of(slot);
+        (word & USED != 0).then(|| extent.keys.key_at(extent.place_of(slot, word)))
     }
 
     /// The slot's hits since the hand passed it: 0 to 3.
@@ -141,15 +194,17 @@ impl Sets {
 
     /// Shows that `slot` holds `key`; for the owner of its reservation, after the bytes.
     pub fn publish(&self, slot: Slot, key: Key, check: u32) {
-        let place = self.keys.place(key);
-        debug_assert_eq!(place.set, slot / WAYS as u32);
+        let extent = self.extent_of(slot);
+        let place = extent.keys.place(key);
+        debug_assert_eq!(extent.first_set + place.set, slot / WAYS as u32);
         self.checks[slot as usize].store(check, SeqCst);
         self.words[slot as usize].store(USED | place.tag << 2, SeqCst);
         self.note(slot);
     }
 
     fn note(&self, slot: Slot) {
-        let part = slot / WAYS as u32 / SETS_A_PART;
+        let extent = self.extent_of(slot);
+        let part = extent.first_part + (slot / WAYS as u32 - extent.first_set) / SETS_A_PART;
         self.changed[part as usize / 64].fetch_or(1 << (part % 64), SeqCst);
     }
 
@@ -160,7 +215,7 @@ impl Sets {
 
     /// Parts of the stored index.
     pub fn parts(&self) -> u32 {
-        self.sets().div_ceil(SETS_A_PART)
+        self.extents.iter().map(|extent| extent.sets.div_ceil(SETS_A_PART)).sum()
     }
 
     /// True if `part` has changed since the last call; asked before its words are read.
@@ -186,9 +241,10 @@ impl Sets {
             if word & USED == 0 {
                 continue;
             }
-            let place = self.place_of(slot as Slot, word);
-            let known = self.keys.place(self.keys.key_at(place)) == place;
-            if known && self.find_at(place).is_none() {
+            let extent = self.extent_of(slot as Slot);
+            let place = extent.place_of(slot as Slot, word);
+            let key = extent.keys.key_at(place);
+            if extent.keys.place(key) == place && self.find(key).is_none() {
                 self.checks[slot].store(check, SeqCst);
                 self.words[slot].store(word, SeqCst);
             } else {
@@ -198,9 +254,17 @@ impl Sets {
     }
 
     fn slots_of(&self, part: u32) -> std::ops::Range<usize> {
-        let slots = SETS_A_PART as usize * WAYS;
-        let first = part as usize * slots;
-        first..(first + slots).min(self.words.len())
+        let found = self.extents.iter().rev().find(|extent| extent.first_part <= part);
+        let extent = found.unwrap_or(&self.extents[0]);
+        let first = extent.first_set + (part - extent.first_part) * SETS_A_PART;
+        let end = (first + SETS_A_PART).min(extent.first_set + extent.sets);
+        first as usize * WAYS..end as usize * WAYS
+    }
+}
+
+impl Extent {
+    fn place_of(&self, slot: Slot, word: u32) -> SetTag {
+        SetTag { set: slot / WAYS as u32 - self.first_set, tag: (word & !USED) >> 2 }
     }
 }
 
@@ -224,8 +288,7 @@ mod tests {
     #[test]
     fn a_block_is_found_until_its_slot_is_emptied() {
         let sets = Sets::new(100);
-        let place = sets.keys().place(key(7));
-        let slot = place.set * WAYS as u32 + 3;
+        let slot = sets.home(key(7)) * WAYS as u32 + 3;
         assert_eq!(sets.find(key(7)), None);
         sets.publish(slot, key(7), 99);
         assert_eq!((sets.find(key(7)), sets.key_of(slot)), (Some(slot), Some(key(7))));
@@ -243,7 +306,7 @@ mod tests {
         let sets = Sets::new(40);
         let slots: Vec<u32> = (0..50)
             .filter_map(|block| {
-                let first = sets.keys().place(key(block)).set * WAYS as u32;
+                let first = sets.home(key(block)) * WAYS as u32;
                 let slot = (first..first + WAYS as u32).find(|slot| !sets.is_used(*slot))?;
                 sets.publish(slot, key(block), block as u32);
                 Some(slot)
@@ -263,6 +326,65 @@ mod tests {
         hostile.load_part(0, [(1 << 31, 1), (1 << 31, 2)].into_iter());
         assert_eq!(hostile.used(), 1);
         assert!(hostile.take_changed(0) && !hostile.take_changed(0));
+    }
+
+    /// Fills free slots of the homes; returns the keys that are in the index.
+    fn fill(sets: &Sets, keys: impl Iterator<Item = Key>) -> Vec<Key> {
+        keys.filter(|key| {
+            let first = sets.home(*key) * WAYS as u32;
+            let free = (first..first + WAYS as u32).find(|slot| !sets.is_used(*slot));
+            free.into_iter().for_each(|slot| sets.publish(slot, *key, key.block as u32));
+            free.is_some()
+        })
+        .collect()
+    }
+
+    #[test]
+    fn a_growth_keeps_every_block_and_spreads_new_ones_over_all_sets() {
+        let small = Sets::of(&[100]);
+        let keys = fill(&small, (0..1000).map(key));
+        let grown = Sets::of(&[100, 40, 300]);
+        for part in 0..small.parts() {
+            grown.load_part(part, small.part(part));
+        }
+        assert_eq!((grown.used(), grown.sets()), (keys.len() as u64, 440));
+        for key in &keys {
+            let slot = grown.find(*key).unwrap();
+            assert_eq!((small.find(*key), grown.key_of(slot)), (Some(slot), Some(*key)));
+        }
+        let more = fill(&grown, (1000..8000).map(key));
+        assert!(
+            more.iter().chain(&keys).all(|key| {
+                grown.find(*key).is_some_and(|slot| grown.key_of(slot) == Some(*key))
+            })
+        );
+        assert!(more.len() > 5000, "{}", more.len());
+        // Into each extent as many as it has room for.
+        for (sets, first) in [(100, 0), (40, 100), (300, 140)] {
+            let slots = first * WAYS as u32..(first + sets) * WAYS as u32;
+            let used = slots.filter(|slot| grown.is_used(*slot)).count();
+            assert!(used > sets as usize * WAYS * 3 / 4, "{sets}: {used}");
+        }
+        // All of it comes back from its parts.
+        let loaded = Sets::of(&[100, 40, 300]);
+        (0..grown.parts()).for_each(|part| loaded.load_part(part, grown.part(part)));
+        assert_eq!(loaded.used(), grown.used());
+        assert!(more.iter().all(|key| loaded.find(*key) == grown.find(*key)));
+        // A growth changes the draw of those blocks alone that its extent takes.
+        let again = Sets::of(&[100, 40, 300, 20]);
+        let moved = more.iter().filter(|key| again.home(**key) != grown.home(**key));
+        assert!(moved.clone().all(|key| again.home(*key) >= 440));
+        assert!(moved.count() < more.len() / 10);
+    }
+
+    #[test]
+    fn blocks_of_a_huge_device_get_places_in_the_extents_that_have_some() {
+        let sets = Sets::of(&[1 << 10, 4]);
+        for block in (0..1 << 31).step_by(100_000_007) {
+            let slot = sets.home(key(block)) * WAYS as u32;
+            sets.publish(slot, key(block), 1);
+            assert_eq!((sets.find(key(block)), sets.key_of(slot)), (Some(slot), Some(key(block))));
+        }
     }
 
     #[test]

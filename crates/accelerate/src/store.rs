@@ -27,9 +27,10 @@ use crate::{
     backing::Backing,
     counters::{Count, Counts},
     dirty_ranges::{Dirty, dirty_of},
-    format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
+    format::{Block, DEVICES_MAX, SIZE_MIN, Super},
     format::{decode_part, encode_part},
-    keys::{Key, KeyMapping},
+    keys::Key,
+    layout::Layout,
     locks::{BlockRange, Locked, Locks},
     log::{Log, Recovered},
     policy::{BlockPolicy, Fate, PolicyKind},
@@ -114,11 +115,30 @@ pub fn create(file: &impl LocalFile, size: u64, id: [u8; 16]) -> Result<()> {
 
 /// [`create`] with a layout of the caller's.
 pub fn create_with(file: &impl LocalFile, layout: Layout, id: [u8; 16]) -> Result<()> {
-    let block = Super::new(id, layout).encode();
+    write_new(file, &Super::new(id, layout))
+}
+
+/// Writes the superblock of a new cache.
+pub(crate) fn write_new(file: &impl LocalFile, head: &Super) -> Result<()> {
+    let block = head.encode();
     for copy in 0..2 {
         file.write_at(copy * BLOCK_SIZE, &block.0)?;
     }
     file.sync()
+}
+
+/// Has the cache on `file` take a device or file that has become larger, `size` bytes now. Blocks stay
+/// cached, and dirty. Nothing else uses the cache meanwhile. `Invalid` if it cannot grow so.
+pub fn grow(file: &impl LocalFile, size: u64) -> Result<()> {
+    let mut head = read_super(file, size)?;
+    head.layout = head.layout.grown(size)?;
+    // Both copies: by the former one, dirty blocks in the new part of the log would be lost.
+    for _ in 0..2 {
+        head.generation += 1;
+        file.write_at(head.generation % 2 * BLOCK_SIZE, &head.encode().0)?;
+        file.sync()?;
+    }
+    Ok(())
 }
 
 /// Overwrites the superblocks: there is no cache any more.
@@ -163,7 +183,7 @@ fn found_in(file: &impl LocalFile, head: &Super) -> Result<Recovered> {
         0 => u64::MAX,
         _ => record.tail.get(),
     });
-    let blocks_max = KeyMapping::new(head.layout.sets).blocks_max();
+    let blocks_max = head.layout.blocks_max();
     recover(file, &head.layout, &head.log, head.id, blocks_max, &tails)
 }
 
@@ -215,7 +235,7 @@ impl<C: LocalFile> CacheStore<C> {
     }
 
     fn new(file: C, head: Super, trust: Trust, kind: PolicyKind, distrust: Distrust) -> Self {
-        let sets = Sets::new(head.layout.sets);
+        let sets = Sets::of(&head.layout.sets_of_extents());
         let policy = BlockPolicy::new(kind, &sets);
         Self {
             id: head.id,
@@ -547,8 +567,11 @@ impl<C: LocalFile> CacheStore<C> {
 fn load(file: &impl LocalFile, head: &Super, sets: &Sets) -> Result<()> {
     let no_memory = |_| Error::new(ErrorKind::Unavailable, "no memory for a part of the index");
     let mut blocks = Block::new_vec_zeroed(PARTS_A_READ as usize).map_err(no_memory)?;
-    for first in (0..sets.parts()).step_by(PARTS_A_READ as usize) {
-        let count = PARTS_A_READ.min(sets.parts() - first);
+    let reads = head.layout.parts().flat_map(|parts| {
+        let firsts = parts.clone().step_by(PARTS_A_READ as usize);
+        firsts.map(move |first| (first, PARTS_A_READ.min(parts.end - first)))
+    });
+    for (first, count) in reads {
         let blocks = &mut blocks[..count as usize];
         file.read_at(head.layout.part_at(first), blocks.as_mut_bytes())?;
         for (part, block) in (first..).zip(blocks.iter()) {

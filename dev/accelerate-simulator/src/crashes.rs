@@ -73,6 +73,32 @@ pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
     Ok(())
 }
 
+/// Lets the power fail within each write of a growth of the cache and of the start that follows, in
+/// turn; then everything is read. At last the new space is used before it fails. Returns the number
+/// of failures.
+pub fn crash_while_growing(seed: u64) -> Result<u64, String> {
+    for at in 0.. {
+        let mut world = World::new(seed)?;
+        world.choose(Mode::WriteBack, PolicyKind::Clock);
+        world.operate()?;
+        world.power.fail_after(Some(at));
+        world.grow()?;
+        let has_grown = !world.power.is_off();
+        if has_grown {
+            world.power.fail_after(None);
+            world.choose(Mode::WriteBack, PolicyKind::Clock);
+            (0..4).try_for_each(|_| world.operate())?;
+            world.power.fail_after(Some(0));
+            world.write_at(1, 0, 8, false);
+        }
+        world.compare_after_power_failure().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+        if has_grown {
+            return Ok(at);
+        }
+    }
+    Ok(0)
+}
+
 impl World {
     /// After a power failure the user vouches for the devices; everything is read, and once more
     /// without the cache.

@@ -7,6 +7,8 @@ use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
 use testkit::Rng;
 
 pub(crate) const SECTOR: usize = 512;
+/// Bytes of the identities, behind the log.
+const IDENTITIES: usize = 32 * 4096;
 
 /// Power that several disks share: it may fail within the write of a number.
 #[derive(Clone, Default)]
@@ -157,11 +159,14 @@ impl Disk {
         }
     }
 
-    /// Flips a bit behind the first blocks, and behind those that may not be lost.
-    pub(crate) fn rot(&self) {
+    /// Flips a bit of the first `len` bytes, behind the first blocks, and behind those that may not be
+    /// lost: the log, and the identities, whose second copies may not be durable yet
+    /// (`crates/accelerate/tests/identities.rs` has their rot).
+    pub(crate) fn rot(&self, len: usize) {
         let mut state = self.state();
-        let bytes = state.now.len() as u64;
-        let first = (bytes / 4).max(state.late_range.end as u64);
+        let bytes = len as u64;
+        let kept = if state.late_range.is_empty() { 0 } else { state.late_range.end + IDENTITIES };
+        let first = (bytes / 4).max(kept as u64);
         let at = (first + state.rng.below(bytes - first)) as usize;
         state.now[at] ^= 1;
         state.durable[at] ^= 1;

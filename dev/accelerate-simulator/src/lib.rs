@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   operations by seed: read, write, erase, flush, tidy, kill, cut the power, stop, foreign write,
-//!                       change the mode or the policy, faults of either device
+//!                       change the mode or the policy, grow, faults of either device
 //!                                     │
 //!   Model (what a sector may hold) ──compare── CachedDevice ──► Disk  (slow: two)
 //!                                                 └─ Store ──► Disk  (the cache device)
@@ -27,5 +27,7 @@ mod disk;
 mod model;
 mod run;
 
-pub use crashes::{crash_at_every_write, crash_while_tidying, die_at_every_write};
+pub use crashes::{
+    crash_at_every_write, crash_while_growing, crash_while_tidying, die_at_every_write,
+};
 pub use run::{Report, simulate};

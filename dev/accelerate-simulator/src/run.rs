@@ -9,6 +9,7 @@ use burgeon_accelerate::{
     CacheStore, CachedDevice, Cells, Counts, DeviceOptions, Dirty, DirtyLimits, Mode, Trust,
     create_with,
     format::{LOG_MIN, Layout},
+    grow,
     policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
@@ -19,7 +20,9 @@ use super::{
     model::{Model, bytes_of},
 };
 
+/// Of the cache when it is made, and of its device.
 const CACHE_LEN: usize = 1 << 20;
+const DEVICE_LEN: usize = 2 * CACHE_LEN;
 /// Two slow devices; the second ends within a block.
 const SLOW_LENS: [usize; 2] = [3 << 20, (2 << 20) + 5 * SECTOR];
 const NAMES: [&str; 2] = ["first", "second"];
@@ -49,6 +52,8 @@ pub struct Report {
     pub inherited: u64,
     /// Writes of dead processes that came after their death.
     pub late: u64,
+    /// Growths of the cache.
+    pub growths: u64,
 }
 
 /// Memory of counters that outlives the process.
@@ -90,7 +95,7 @@ impl World {
     pub(crate) fn new(seed: u64) -> Result<Self, String> {
         let mut rng = Rng::new(seed);
         let power = Power::default();
-        let cache = Disk::new(rng.bits(), CACHE_LEN, &power);
+        let cache = Disk::new(rng.bits(), DEVICE_LEN, &power);
         let slow = SLOW_LENS.map(|len| Disk::new(rng.bits(), len, &power));
         let logged = seed % 2 == 1;
         let layout = Layout::with_log(CACHE_LEN as u64, if logged { LOG_MIN } else { 0 });
@@ -133,7 +138,7 @@ impl World {
             Ok(())
         });
         let (kind, _) = *self.rng.pick(&PolicyKind::ALL);
-        let store = CacheStore::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
+        let store = CacheStore::open(self.cache.clone(), DEVICE_LEN as u64, trust, kind, distrust);
         // The supervisor goes on with a device in use, whatever has become of the cache device.
         let is_in_use = self.cache.is_faulty();
         let store = match store {
@@ -197,7 +202,7 @@ impl World {
     /// One step.
     fn step(&mut self) -> Result<(), String> {
         let number = self.rng.below(2) as usize;
-        match self.rng.below(200) {
+        match self.rng.below(201) {
             0..90 => self.read(number)?,
             90..150 => self.write(number),
             150..158 => self.erase(number),
@@ -223,12 +228,13 @@ impl World {
             184..188 => self.kill()?,
             188..191 => self.stop()?,
             191..195 => self.cut_the_power()?,
-            195..197 => self.cache.rot(),
+            195..197 => self.cache.rot(CACHE_LEN),
             197 if self.logged => self.power.die_after(self.rng.below(12)),
             198 if self.logged => {
                 self.report.late += 1;
                 self.cache.land();
             }
+            200 => self.grow()?,
             _ => {
                 self.cache.set_faults(Faults::default());
                 self.slow[number].set_faults(Faults::default());
@@ -440,6 +446,20 @@ impl World {
                 dead,
                 ..Faults::default()
             });
+        }
+        self.start(Trust::Warm)
+    }
+
+    /// The process ends, the cache takes the rest of its device, and the next process starts.
+    pub(crate) fn grow(&mut self) -> Result<(), String> {
+        self.end_process();
+        self.restart_disks();
+        match grow(&self.cache, DEVICE_LEN as u64) {
+            Ok(()) => self.report.growths += 1,
+            Err(_) if self.power.is_off() => return Ok(()),
+            // It has grown before.
+            Err(error) if error.kind() == ErrorKind::Invalid => {}
+            Err(error) => return Err(format!("the cache cannot grow: {error}")),
         }
         self.start(Trust::Warm)
     }

@@ -1,7 +1,8 @@
 //! The cache through random and through exhaustive failures.
 
 use accelerate_simulator::{
-    Report, crash_at_every_write, crash_while_tidying, die_at_every_write, simulate,
+    Report, crash_at_every_write, crash_while_growing, crash_while_tidying, die_at_every_write,
+    simulate,
 };
 
 fn seeds(default: u64) -> u64 {
@@ -22,11 +23,12 @@ fn no_seed_breaks_the_promise() {
         sum.dead_caches += report.dead_caches;
         sum.inherited += report.inherited;
         sum.late += report.late;
+        sum.growths += report.growths;
     }
     println!("{sum:?}");
     let happened =
         [sum.power_failures, sum.kills, sum.stops, sum.warm, sum.hit_bytes, sum.dead_caches];
-    let happened = happened.into_iter().chain([sum.inherited, sum.late]);
+    let happened = happened.into_iter().chain([sum.inherited, sum.late, sum.growths]);
     assert!(happened.into_iter().all(|count| count > 0), "{sum:?}");
 }
 
@@ -49,6 +51,14 @@ fn the_power_fails_at_every_write() {
 fn the_power_fails_while_marks_are_cleared() {
     for seed in 0..seeds(40) {
         crash_while_tidying(seed).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+#[test]
+fn the_power_fails_at_every_write_of_a_growth() {
+    for seed in 0..seeds(12) {
+        let failures = crash_while_growing(seed).unwrap_or_else(|error| panic!("{error}"));
+        assert!(failures > 6, "{failures}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! A simulator that finds nothing proves nothing: each bug of `dev/buggy-accelerate` must be found.
 
-use buggy_accelerate_simulator::{crash_while_tidying, die_at_every_write, simulate};
+use buggy_accelerate_simulator::{
+    crash_while_growing, crash_while_tidying, die_at_every_write, simulate,
+};
 use burgeon_accelerate::{bugs::turn_on, list::BUGS};
 
 /// Seeds that are tried for each bug; most are found within ten.
@@ -9,6 +11,8 @@ const SEEDS: u64 = 160;
 const TIDIED: u64 = 200;
 /// Seeds of which the process then dies at each write.
 const DYING: u64 = 2;
+/// Seeds of which the power then fails while the cache grows.
+const GROWING: u64 = 8;
 
 #[test]
 fn every_bug_is_found() {
@@ -26,6 +30,8 @@ fn every_bug_is_found() {
         let found = (0..SEEDS).find_map(random);
         let found = found.or_else(|| (0..TIDIED).find_map(tidying));
         let found = found.or_else(|| (0..DYING).find_map(dying));
+        let growing = |seed| caught(&|| crash_while_growing(seed).map(drop));
+        let found = found.or_else(|| (0..GROWING).find_map(growing));
         match found {
             Some(error) => println!("{} ({}): {error}", bug.name, bug.says),
             None => missed.push(bug.name),

@@ -68,6 +68,10 @@ fuzz_target!(|input: &[u8]| {
 
 fn read_super(how: u8, input: &[u8]) {
     let layout = Layout::new(SIZE_MIN << (how >> 4)).expect("a layout");
+    let layout = match how & 8 {
+        0 => layout,
+        _ => layout.grown(2 * layout.size).expect("a growth"),
+    };
     let mut bytes = Super::new([7; 16], layout).encode().bytes_mut().to_vec();
     if how.is_multiple_of(2) {
         let len = input.len().min(bytes.len());

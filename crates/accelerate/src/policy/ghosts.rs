@@ -3,7 +3,7 @@
 //! Buckets of 16 fingerprints; a new one takes the oldest's place in its bucket. About one question
 //! in 4,000 is answered wrongly with yes, which costs one write to the cache device.
 
-use crate::keys::Key;
+use crate::keys::{Key, mixed};
 
 const WAYS: usize = 16;
 
@@ -11,14 +11,6 @@ const WAYS: usize = 16;
 pub(super) struct Ghosts {
     marks: Box<[u16]>,
     oldest: Box<[u8]>,
-}
-
-/// A well mixed number of a key, the same in all runs.
-pub(super) fn mixed(key: Key) -> u64 {
-    let mut number = u64::from(key.device) << 56 ^ key.block;
-    number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    number ^ (number >> 31)
 }
 
 impl Ghosts {

@@ -8,9 +8,9 @@
 //! The samples are complete small caches, so what is learnt from them costs no hit and no write.
 //! All three see the same requests, so a few thousand are enough to compare them.
 
-use super::{BlockPolicy, Fate, PolicyKind, Strictness, ghosts::mixed};
+use super::{BlockPolicy, Fate, PolicyKind, Strictness};
 use crate::{
-    keys::Key,
+    keys::{Key, mixed},
     sets::{Sets, WAYS},
 };
 

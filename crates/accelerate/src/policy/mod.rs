@@ -234,7 +234,7 @@ impl BlockPolicy {
 
     /// Adaptive: the fate of a block that leaves memory.
     fn leave(&mut self, sets: &Sets, key: Key, hit: bool) -> Fate {
-        let has_room = self.free_way(sets, sets.keys().place(key).set).is_some();
+        let has_room = self.free_way(sets, sets.home(key)).is_some();
         let open = self.strictness == Strictness::Open;
         if has_room || open || (hit && self.proves_itself(sets, key)) {
             return self.place(sets, key);
@@ -250,7 +250,7 @@ impl BlockPolicy {
         if self.strictness != Strictness::Strict {
             return true;
         }
-        let set = sets.keys().place(key).set;
+        let set = sets.home(key);
         let hand = &mut self.hands[set as usize];
         let slot = set * WAYS as u32 + u32::from(*hand);
         if sets.clock(slot) == 0 {
@@ -264,7 +264,7 @@ impl BlockPolicy {
 
     /// TinyLFU: the fate of a block that leaves memory.
     fn compare(&mut self, sets: &Sets, key: Key) -> Fate {
-        let set = sets.keys().place(key).set;
+        let set = sets.home(key);
         if self.free_way(sets, set).is_some() {
             return self.place(sets, key);
         }
@@ -279,7 +279,7 @@ impl BlockPolicy {
     }
 
     fn place(&mut self, sets: &Sets, key: Key) -> Fate {
-        let set = sets.keys().place(key).set;
+        let set = sets.home(key);
         match self.free_way(sets, set).or_else(|| self.victim(sets, set)) {
             Some(slot) => self.take(sets, slot),
             None => Fate::Dropped,

@@ -1,8 +1,7 @@
 //! Recent requests for each block, estimated: a count-min sketch of 4-bit counters, halved now and
 //! then (Einziger, Friedman and Manes, 2017).
 
-use super::ghosts::mixed;
-use crate::keys::Key;
+use crate::keys::{Key, mixed};
 
 /// Estimated counts of keys, 0 to 15.
 pub(super) struct Sketch {
