@@ -1,7 +1,7 @@
 //! The sockets of a cache: one JSON document each way, then the connection ends.
 //!
 //! ```text
-//!   supervise.sock     the supervisor: attach, detach, set
+//!   supervise.sock     the supervisor: attach, detach, set, grow, replace
 //!   serve.sock    the server: status, histogram, set, flush, check; the supervisor listens and passes it on
 //! ```
 //!
@@ -41,6 +41,19 @@ pub enum ControlRequest {
         /// Dirty blocks stay in the cache.
         leave_dirty: bool,
     },
+    /// To the supervisor: take a cache device or file that has become larger.
+    Grow {
+        /// Bytes that the file of the cache gets before.
+        size: Option<u64>,
+    },
+    /// To the supervisor: put another device under the cache. Asked again until the answer has
+    /// `is_replaced`: dirty blocks are written back meanwhile.
+    Replace {
+        /// Path of the new device.
+        cache: std::path::PathBuf,
+        /// Bytes of its log; `None` for the usual length.
+        log_size: Option<u64>,
+    },
     /// To the server: all figures.
     Status,
     /// To the supervisor, which remembers it for later servers, and then to the server: change
@@ -53,7 +66,7 @@ pub enum ControlRequest {
         name: String,
         /// From an earlier answer: what became dirty after the first request is not waited for.
         before: Option<u64>,
-        /// The device has no users any more: its mode becomes write-through.
+        /// Its mode becomes write-through, and the server leaves nothing of it dirty when it ends.
         ends: bool,
     },
     /// To the server: make everything durable, and clear the marks.
@@ -162,6 +175,8 @@ pub fn ask(socket: &Path, question: &ControlRequest) -> Result<Value> {
     let patience = match question {
         ControlRequest::Attach(_)
         | ControlRequest::Detach { .. }
+        | ControlRequest::Grow { .. }
+        | ControlRequest::Replace { .. }
         | ControlRequest::WriteBack { .. } => PATIENCE_FOR_DISKS,
         _ => PATIENCE,
     };

@@ -122,6 +122,28 @@ impl Disk {
         self.size
     }
 
+    /// Makes a file of `size` bytes of it, which are allocated. `Invalid` for a device, and for one that
+    /// is larger.
+    pub fn extend(&self, size: u64) -> Result<()> {
+        let path = self.path.display();
+        if self.numbers().is_some() {
+            let what = format!("{path} is a device, whose size is its own: leave --size out");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let failed = |e| Error::io(format!("cannot make {path} larger"), e);
+        let now = self.file.metadata().map_err(failed)?.len();
+        if size < now {
+            let what = format!("{path} has {now} bytes, and does not shrink to {size}");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let extended = match fallocate(&self.file, FallocateFlags::empty(), 0, size) {
+            Err(Errno::OPNOTSUPP) => self.file.set_len(size),
+            done => done.map_err(Into::into),
+        };
+        // A part of it would be of no use.
+        extended.inspect_err(|_| drop(self.file.set_len(now))).map_err(failed)
+    }
+
     /// A descriptor to pass on.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         let what = || format!("cannot copy the descriptor of {}", self.path.display());
@@ -259,8 +281,11 @@ mod tests {
         let mut bytes = [1; 8192];
         disk.read_at(0, &mut bytes).unwrap();
         assert!(bytes[..4096] == [7; 4096] && bytes[4096..] == [0; 4096]);
+        let error = disk.extend(4096).unwrap_err().to_string();
+        assert!(error.contains("does not shrink"), "{error}");
+        disk.extend(20_480).unwrap();
         drop(disk);
-        Disk::open(&path).unwrap();
+        assert_eq!(Disk::open(&path).unwrap().size(), 20_480);
         assert_eq!(Disk::open(folder.path()).map(drop).unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -7,11 +7,12 @@
 //!                     distrust    the content must not be used, but for dirty blocks
 //!                     dirty/      the slow devices that it may have newer content of
 //!                     histograms/ distributions of the requests of each slow device
+//!                     replacing   a cache device that takes the place of the former one
 //!                     log         of both
 //! ```
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{self, DirBuilder, OpenOptions},
     io,
     os::unix::{fs::DirBuilderExt, process::CommandExt},
     path::{Path, PathBuf},
@@ -23,7 +24,11 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, Result};
 use serde_json::Value;
 
-use crate::control::{ControlRequest, ask};
+use crate::{
+    control::{ControlRequest, ask},
+    dirty::put_durably,
+    replace::settle,
+};
 
 /// `argv[0]` of the processes of a cache.
 const SERVING: &str = "@burgeon";
@@ -109,9 +114,20 @@ impl CacheFolder {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
         let _ = fs::remove_file(self.distrust());
         let _ = fs::remove_dir_all(self.histograms());
+        self.put_device(cache, id)
+    }
+
+    /// Names the cache device, durably.
+    pub(crate) fn put_device(&self, cache: &Path, id: [u8; 16]) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
         let text = format!("{}\n{}\n", cache.display(), hex(id));
-        fs::write(self.0.join("device"), text).map_err(failed)?;
-        File::open(self.0.join("device")).and_then(|file| file.sync_all()).map_err(failed)
+        put_durably(&self.0.join("device"), text.as_bytes()).map_err(failed)
+    }
+
+    /// True if the recorded cache device has this id.
+    pub(crate) fn is_recorded(&self, id: &str) -> bool {
+        let text = fs::read_to_string(self.0.join("device")).unwrap_or_default();
+        text.lines().nth(1) == Some(id)
     }
 
     /// Forgets the cache.
@@ -168,6 +184,7 @@ impl CacheFolder {
         if self.is_served() {
             return Ok(());
         }
+        settle(self);
         // An error that stops a supervisor is reported here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");

@@ -9,6 +9,7 @@
 //!   device    a cached device for the engine         shared   counters that outlive a server
 //!   lasting   distributions that outlive both processes
 //!   plan      what the supervisor tells the server
+//!   replace   another device under a cache
 //!   offline   writing back what is not attached
 //!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
 //!   status    all figures                            times    distributions of durations and sizes
@@ -28,6 +29,7 @@ mod looped;
 pub mod offline;
 mod plan;
 pub mod probe;
+pub mod replace;
 mod serve;
 mod shared;
 mod status;

@@ -28,6 +28,23 @@ pub(crate) struct Plan {
     /// A cache that cannot be opened is gone round.
     pub(crate) goes_round: bool,
     pub(crate) devices: Vec<PlanDevice>,
+    /// Made before the cache is opened. If that fails, it is served as it was.
+    pub(crate) change: Option<CacheChange>,
+}
+
+/// A change of the cache that needs it to be served by nobody.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+pub(crate) enum CacheChange {
+    /// It takes its whole device.
+    Grow,
+    /// It moves to another device.
+    Replace {
+        /// Its folder.
+        folder: PathBuf,
+        cache: PathBuf,
+        cache_fd: RawFd,
+        log_size: Option<u64>,
+    },
 }
 
 #[derive(Serialize, Deserialize, Debug)]

@@ -14,8 +14,10 @@
 //! - A device has a document in `dirty` before it can have dirty blocks.
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
+mod open;
+
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{stdin, stdout},
     os::{
         fd::{FromRawFd, OwnedFd, RawFd},
@@ -30,7 +32,7 @@ use std::{
 };
 
 use burgeon_accelerate::{
-    CacheStore, CachedDevice, Counts, DeviceOptions, Dirty, Mode, Trust, policy::PolicyKind,
+    CacheStore, CachedDevice, Counts, DeviceOptions, Mode, Trust, policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, FuseServer, ServeOptions, Slots, serve_writable};
@@ -40,7 +42,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     control::{ControlAnswer, ControlRequest, Set, answer, receive, send},
     device::Served,
-    dirty::{DirtyOwner, Owners, gone, record_distrust},
+    dirty::{DirtyOwner, Owners},
     disk::Disk,
     harden::harden,
     lasting::Lasting,
@@ -75,6 +77,8 @@ struct Device {
     resends: bool,
     /// Requests that begin write-back: its document stays meanwhile.
     beginning: AtomicU32,
+    /// Nothing of it is to be dirty at the end.
+    ends: AtomicBool,
     /// `None` once it was stopped.
     server: Mutex<Option<FuseServer>>,
     /// The kernel has let go of the device.
@@ -109,6 +113,8 @@ struct Serving {
     answering: AtomicU32,
     /// Its supervisor is dead.
     is_orphan: AtomicBool,
+    /// The result of the change that the plan asked for.
+    changed: Option<ControlAnswer>,
 }
 
 fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
@@ -119,7 +125,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         .build()
         .map_err(|e| Error::io("cannot start threads", e))?;
     let policy = named(&plan.policy, PolicyKind::parse, "policy")?;
-    let store = Arc::new(open(&plan, policy)?);
+    let (store, changed) = open::open(&plan, policy)?;
+    let store = Arc::new(store);
     let listener = UnixListener::from(take(plan.listener_fd));
     let owners = Owners::at(&plan.owners);
     if !store.has_failed() {
@@ -162,8 +169,18 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
             }
         });
         let (server, beginning) = (Mutex::new(Some(server)), AtomicU32::new(0));
-        let resends = device.resends;
-        devices.push(Device { cached, cells, lasting, slots, resends, beginning, server, ended });
+        let (resends, ends) = (device.resends, AtomicBool::new(false));
+        devices.push(Device {
+            cached,
+            cells,
+            lasting,
+            slots,
+            resends,
+            beginning,
+            ends,
+            server,
+            ended,
+        });
     }
     record_absent(&store, &devices, &owners)?;
     let serving = Serving {
@@ -174,6 +191,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         owners: Mutex::new(owners),
         answering: AtomicU32::new(0),
         is_orphan: AtomicBool::new(false),
+        changed: changed.map(ControlAnswer::from),
     };
     Ok((runtime, serving))
 }
@@ -203,41 +221,6 @@ fn take(number: RawFd) -> OwnedFd {
 pub(crate) fn named<T>(name: &str, parse: impl Fn(&str) -> Option<T>, what: &str) -> Result<T> {
     let unknown = || Error::new(ErrorKind::Invalid, format!("there is no {what} {name:?}"));
     parse(name).ok_or_else(unknown)
-}
-
-fn open(plan: &Plan, policy: PolicyKind) -> Result<CacheStore<Disk>> {
-    let file = Disk::adopt(File::from(take(plan.cache_fd)), &plan.cache)?;
-    let size = file.size();
-    let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
-    let place = plan.distrust.clone();
-    let distrust = Box::new(move |dirty: &[Dirty]| record_distrust(&place, dirty));
-    let copy = file.descriptor()?;
-    match CacheStore::open(file, size, trust, policy, distrust) {
-        Ok(store) => {
-            // Only here: nothing is served yet, so nobody can have recorded a newer failure.
-            if plan.is_distrusted {
-                // No mark has the writes since the failure.
-                Owners::at(&plan.owners).note_changed()?;
-                let _ = fs::remove_file(&plan.distrust);
-            }
-            Ok(store)
-        }
-        Err(error) if plan.goes_round => {
-            let cache = plan.cache.display();
-            tracing::error!(%cache, %error, "the cache cannot be opened: requests bypass it");
-            let gone = match plan.is_distrusted {
-                true => gone(&plan.distrust)?,
-                false => Vec::new(),
-            };
-            record_distrust(&plan.distrust, &gone)?;
-            CacheStore::failed(Disk::adopt(File::from(copy), &plan.cache)?, gone)
-        }
-        Err(error) => Err(Error::with_source(
-            error.kind(),
-            format!("cannot use the cache {}", plan.cache.display()),
-            error,
-        )),
-    }
 }
 
 /// `Invalid` if the cache has no log, `UnsupportedFormat` if the kernel loses writes of a dead
@@ -278,7 +261,8 @@ impl Serving {
     async fn run(self) -> ExitCode {
         let supervisor = rustix::process::getppid();
         let Ok(mut terminated) = signal(SignalKind::terminate()) else { return ExitCode::FAILURE };
-        if send(&mut stdout(), &ControlAnswer::Done(json!("ready"))).is_err() {
+        let ready = json!({ "changed": self.changed });
+        if send(&mut stdout(), &ControlAnswer::Done(ready)).is_err() {
             return ExitCode::FAILURE;
         }
         let serving = Arc::new(self);
@@ -313,7 +297,7 @@ impl Serving {
             serving.writing_back.end();
             // A thread that panicked has said so.
             let _ = writing.join();
-            serving.write_back_orphans();
+            serving.write_back_at_the_end();
             // Nothing is written any more: what is clean stays so, and is known to be.
             for device in &serving.devices {
                 let _ = device.cached.set_mode(Mode::WriteThrough);
@@ -338,9 +322,11 @@ impl Serving {
         self.writing_back.write_all();
     }
 
-    /// At the end without a supervisor, nobody else would write back.
-    fn write_back_orphans(&self) {
-        for device in self.devices.iter().filter(|_| self.is_orphan.load(SeqCst)) {
+    /// Writes back what nobody else would: without a supervisor; and what users have written since the
+    /// supervisor asked for all of it, because a block that is dirty stays so while it is rewritten.
+    fn write_back_at_the_end(&self) {
+        let is_orphan = self.is_orphan.load(SeqCst);
+        for device in self.devices.iter().filter(|it| is_orphan || it.ends.load(SeqCst)) {
             let all = self.store.log_position();
             let done = loop {
                 match device.cached.write_back(all, BLOCKS_AT_ONCE) {
@@ -377,6 +363,7 @@ impl Serving {
 
     /// Changes a mode; write-back is recorded before.
     fn set_mode(&self, device: &Device, mode: Mode) -> Result<()> {
+        device.ends.store(false, SeqCst);
         if mode != Mode::WriteBack {
             return device.cached.set_mode(mode);
         }
@@ -424,6 +411,7 @@ impl Serving {
         let served = self.device(name)?;
         let device = &served.cached;
         if ends {
+            served.ends.store(true, SeqCst);
             device.set_mode(Mode::WriteThrough)?;
         }
         let before = before.unwrap_or_else(|| self.store.log_position());
@@ -486,10 +474,13 @@ impl Serving {
             }
             ControlRequest::Check { name, from } => self.check(&name, from),
             ControlRequest::Histogram { name } => self.distributions(&name),
-            ControlRequest::Attach(_) | ControlRequest::Detach { .. } => Err(Error::new(
-                ErrorKind::Invalid,
-                "only the supervisor of a cache attaches and detaches: use `burgeon accelerate`",
-            )),
+            ControlRequest::Attach(_)
+            | ControlRequest::Detach { .. }
+            | ControlRequest::Grow { .. }
+            | ControlRequest::Replace { .. } => {
+                let what = "this is a question for the supervisor: use `burgeon accelerate`";
+                Err(Error::new(ErrorKind::Invalid, what))
+            }
         }
     }
 

@@ -16,6 +16,8 @@
 //! - The supervisor waits for no server without a limit, and opens no FUSE file.
 //! - Descriptors pass to a server only; they are closed in all other programs.
 
+mod change;
+
 use std::{
     fs::{self, File},
     io::{self, Write},
@@ -39,10 +41,11 @@ use rustix::{
 };
 use serde_json::{Value, json};
 
+use self::change::Change;
 use crate::{
     announced::Announced,
     child::{Passed, first_answer, pidfd_of},
-    control::{Attach, ControlRequest, Set, question, reply},
+    control::{Attach, ControlAnswer, ControlRequest, Set, question, reply},
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::{CacheFolder, serving, take_serving_name},
@@ -93,6 +96,8 @@ struct Supervisor {
     writing_back: WriteBackSettings,
     devices: Vec<Device>,
     server: Option<Child>,
+    /// Asked of the next server.
+    change: Option<Change>,
     /// The server has begun once, so the content is this supervisor's.
     warm: bool,
 }
@@ -136,6 +141,7 @@ impl Supervisor {
             writing_back: WriteBackSettings::default(),
             devices: Vec::new(),
             server: None,
+            change: None,
             warm: false,
         })
     }
@@ -213,6 +219,14 @@ impl Supervisor {
                     return Ok(answer);
                 }
                 ("detached", name, answer)
+            }
+            ControlRequest::Grow { size } => ("cache grown", String::new(), self.grow(size)?),
+            ControlRequest::Replace { cache, log_size } => {
+                let answer = self.replace(&cache, log_size)?;
+                if answer["is_replaced"] == json!(false) {
+                    return Ok(answer);
+                }
+                ("cache device replaced", String::new(), answer)
             }
             ControlRequest::Set(set) => ("settings changed", set.name.clone(), self.remember(set)?),
             _ => return Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
@@ -369,14 +383,14 @@ impl Supervisor {
         // The server ends in order, with this device, and only then its claim.
         self.stop_server();
         let mut device = self.devices.remove(at);
-        let started = if self.devices.is_empty() { Ok(()) } else { self.start_server() };
+        let started = if self.devices.is_empty() { Ok(None) } else { self.start_server() };
         // A failed start is tried again; a loss is told once, so it comes first.
         let is_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
         if is_dirty {
             device.announced.stay_marked();
         }
         device.tell_loss()?;
-        started.map(|()| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
+        started.map(|_| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
     }
 
     /// Has dirty blocks of a device without users written back for a moment; returns the bytes that
@@ -424,7 +438,7 @@ impl Supervisor {
 
     fn restart_server(&mut self) -> Result<()> {
         self.stop_server();
-        if self.devices.is_empty() { Ok(()) } else { self.start_server() }
+        if self.devices.is_empty() { Ok(()) } else { self.start_server().map(drop) }
     }
 
     /// Ends the server in order; one that does not end is killed.
@@ -444,8 +458,9 @@ impl Supervisor {
         }
     }
 
-    /// Starts a server of all devices, and waits until it serves.
-    fn start_server(&mut self) -> Result<()> {
+    /// Starts a server of all devices, and waits until it serves. Returns the result of a change that
+    /// it was asked for; without a server, the next one is.
+    fn start_server(&mut self) -> Result<Option<Result<Value>>> {
         let distrust = self.folder.distrust();
         let is_distrusted = distrust.exists();
         let warm = self.warm && !is_distrusted;
@@ -465,8 +480,10 @@ impl Supervisor {
             // knows what of it is newer than the slow devices, and they wait for it.
             goes_round: is_in_use && (is_distrusted || self.folder.dirty().is_empty()),
             devices: self.devices.iter().map(Device::plan).collect(),
+            change: self.change.as_ref().map(|change| change.plan(&self.folder)),
         };
-        let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter();
+        let new = self.change.as_ref().and_then(Change::descriptor);
+        let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter().chain(new);
         let devices = self.devices.iter().flat_map(|device| {
             [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd(), device.counters.as_fd()]
         });
@@ -482,16 +499,23 @@ impl Supervisor {
             let _ = stdin.write_all(&text).and_then(|()| stdin.write_all(b"\n"));
         }
         match first_answer(&mut server, BEGIN_MAX) {
-            Ok(_) => {
+            Ok(ready) => {
                 self.server = Some(server);
                 self.warm = true;
+                let answer = serde_json::from_value::<ControlAnswer>(ready["changed"].clone());
+                let changed = answer.ok().map(ControlAnswer::into_result);
+                if let (Some(Change::Replace(new, _)), Some(Ok(_))) = (self.change.take(), &changed)
+                {
+                    // The claim on the former device ends.
+                    self.cache = new;
+                }
                 for device in &mut self.devices {
                     device.warm = true;
                     device.has_begun = true;
                     // The accepted loss has happened by now.
                     device.options.accept_loss = false;
                 }
-                Ok(())
+                Ok(changed)
             }
             Err(error) => {
                 let _ = server.kill();

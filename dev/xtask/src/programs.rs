@@ -64,7 +64,10 @@ pub(crate) const QUICK: [&str; 55] = [
 #[cfg(test)]
 const OTHERS: [&str; 94] = [
     "accelerated",
+    "accelerated_changes",
+    "accelerated_sectors",
     "accelerated_units",
+    "accelerated_verify",
     "archives",
     "attributes",
     "backup",

@@ -1,5 +1,6 @@
 //! `burgeon accelerate`: a cache on a fast device in front of slow block devices.
 
+mod change;
 mod drained;
 mod found;
 mod histogram;
@@ -21,6 +22,7 @@ use burgeon_accelerator::{
     disk::Disk,
     folder::{CacheFolder, check_name},
     probe,
+    replace::{new_id, settle},
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
 use burgeon_daemon::refuse_accelerated;
@@ -47,6 +49,8 @@ Examples:
   burgeon accelerate status
   burgeon accelerate set data mode=write-through sequential-cutoff=off dirty-limit=20%
   burgeon accelerate flush data                          writes back its dirty blocks
+  burgeon accelerate grow fast                           after its device became larger
+  burgeon accelerate replace fast --cache /dev/nvme1n1   moves the cache, while its devices are used
   burgeon accelerate detach data                         after umount; /dev/sdb holds everything
   burgeon accelerate destroy fast
 
@@ -158,6 +162,31 @@ pub(crate) enum AccelerateCommand {
         #[arg(long)]
         leave_dirty: bool,
     },
+    /// Take the space of a device or file that has become larger
+    Grow {
+        /// The cache's name
+        cache_name: String,
+        /// Size that the file of the cache gets before
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        size: Option<u64>,
+    },
+    /// Write back, and move a cache to another device, also while its devices are used
+    Replace {
+        /// The cache's name
+        cache_name: String,
+        /// The new device, or a file, which is made if --size is given
+        #[arg(long, value_name = "DEVICE|FILE")]
+        cache: PathBuf,
+        /// Size of a new file
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        size: Option<u64>,
+        /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        log_size: Option<u64>,
+        /// Overwrite a file system, a partition table or another cache
+        #[arg(long)]
+        force: bool,
+    },
     /// Remove a cache that nothing is attached to
     Destroy {
         /// The cache's name
@@ -203,6 +232,10 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
         AccelerateCommand::Detach { name, leave_dirty } => {
             drained::detach(context, name, leave_dirty)
         }
+        AccelerateCommand::Grow { cache_name, size } => change::grow(context, &cache_name, size),
+        AccelerateCommand::Replace { cache_name, cache, size, log_size, force } => {
+            change::replace(context, &cache_name, &cache, (size, log_size), force)
+        }
         AccelerateCommand::Destroy { cache_name, accept_loss } => {
             destroy(context, &cache_name, accept_loss)
         }
@@ -226,40 +259,49 @@ fn create(
     }
     refuse_accelerated(context.state.root())?;
     let cache = std::path::absolute(cache)?;
-    if let Some(size) = size {
-        layout_of(size, log_size)?;
-        let failed = |e| Error::io(format!("cannot make {}", cache.display()), e);
-        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&cache);
-        let file = file.map_err(failed)?;
-        // Its space is taken now: a cache that runs out of it later fails.
-        let allocated = match fallocate(&file, FallocateFlags::empty(), 0, size) {
-            Err(Errno::OPNOTSUPP) => file.set_len(size),
-            done => done.map_err(Into::into),
-        };
-        allocated.inspect_err(|_| drop(fs::remove_file(&cache))).map_err(failed)?;
-    }
+    make_file(&cache, size, log_size)?;
     let disk = Disk::open(&cache)?;
     let layout = layout_of(disk.size(), log_size)?;
-    if let Some(found) = probe::content(&disk, disk.size())?
-        && !force
-    {
-        let what = format!("{} holds {found}: --force overwrites it", cache.display());
-        return Err(Error::new(ErrorKind::Invalid, what).into());
-    }
+    refuse_content(&disk, force)?;
     if !accept_loss {
         refuse_dirty(&disk, "create")?;
         // It may be a slow device that looks empty, because a cache has its content.
         refuse_elsewhere(&folder, "", &disk)?;
     }
-    let mut id = [0; 16];
-    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-        .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
+    let id = new_id()?;
     burgeon_accelerate::create_with(&disk, layout, id)?;
     folder.record(&cache, id)?;
     let document = json!({ "name": name, "cache": cache, "size": disk.size() });
     tell(context, &document, |_| {
         println!("cache {name}: {} on {}", bytes(disk.size()), cache.display())
     })
+}
+
+/// Makes the file of a cache, if it is to have a size. True if it did.
+fn make_file(cache: &Path, size: Option<u64>, log_size: Option<u64>) -> Result<bool, Error> {
+    let Some(size) = size else { return Ok(false) };
+    layout_of(size, log_size)?;
+    let failed = |e| Error::io(format!("cannot make {}", cache.display()), e);
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(cache);
+    let file = file.map_err(failed)?;
+    // Its space is taken now: a cache that runs out of it later fails.
+    let allocated = match fallocate(&file, FallocateFlags::empty(), 0, size) {
+        Err(Errno::OPNOTSUPP) => file.set_len(size),
+        done => done.map_err(Into::into),
+    };
+    allocated.inspect_err(|_| drop(fs::remove_file(cache))).map_err(failed)?;
+    Ok(true)
+}
+
+/// `Invalid` if the device holds something whose format is known, unless that may be overwritten.
+fn refuse_content(disk: &Disk, force: bool) -> Result<(), Error> {
+    match probe::content(disk, disk.size())?.filter(|_| !force) {
+        Some(found) => {
+            let what = format!("{} holds {found}: --force overwrites it", disk.path().display());
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The layout of a cache of `size` bytes, with a log of `log_size`.
@@ -363,6 +405,7 @@ fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode>
         );
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
+    settle(&folder);
     match Disk::open(&path) {
         // The name of a device may be that of another one since a restart.
         Ok(disk) => match probe::content(&disk, disk.size())? {

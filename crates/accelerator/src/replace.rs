@@ -1,0 +1,324 @@
+//! Putting another device under a cache.
+//!
+//! ```text
+//!   `replacing` names both devices ─► new cache ─► `device` names it ─► old superblocks cleared ─► gone
+//!               └──────────────── each durable before the next ───────────────┘
+//! ```
+//!
+//! The old cache has no dirty blocks by then, and nobody serves it. The new one knows the same slow
+//! devices, with their counters, and has no content.
+//!
+//! Invariant (held by the test below): after an end at any moment and [`settle`], `device` names a
+//! cache, and the other device holds none.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use burgeon_accelerate::{Dirty, format::Layout};
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    dirty::{Owners, gone, put_durably},
+    disk::Disk,
+    folder::{CacheFolder, hex},
+};
+
+/// A device, and the id of the cache on it.
+#[derive(Serialize, Deserialize, Clone, PartialEq, Eq, Debug)]
+struct Side {
+    path: PathBuf,
+    id: String,
+}
+
+/// The document `replacing`.
+#[derive(Serialize, Deserialize, Debug)]
+struct Replacing {
+    new: Side,
+    old: Side,
+}
+
+/// The moments at which a test ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Step {
+    Begun,
+    Made,
+    Switched,
+    Cleared,
+}
+
+/// The layout of a cache on `disk`, with a log of `log` bytes, or of the usual length.
+pub fn layout_of(disk: &Disk, log: Option<u64>) -> Result<Layout> {
+    match log.map(|log| u32::try_from(log / BLOCK_SIZE).unwrap_or(u32::MAX)) {
+        None => Layout::new(disk.size()),
+        Some(blocks) => Layout::with_log(disk.size(), blocks),
+    }
+}
+
+/// Moves the cache of `folder` from `old` to `new`, whose content is overwritten. Nobody serves it.
+/// `Unavailable` if it has dirty blocks; after an error, `old` has the cache.
+pub fn replace(folder: &CacheFolder, old: &Disk, new: &Disk, layout: Layout) -> Result<()> {
+    replace_until(folder, old, new, layout, &|_| Ok(()))
+}
+
+fn replace_until(
+    folder: &CacheFolder,
+    old: &Disk,
+    new: &Disk,
+    layout: Layout,
+    reached: &dyn Fn(Step) -> Result<()>,
+) -> Result<()> {
+    // A server that died within this, or soon after, may have done it.
+    let is_done = burgeon_accelerate::read_super(new, new.size())
+        .is_ok_and(|head| folder.is_recorded(&hex(head.id)));
+    if let Some(replacing) = read(folder) {
+        clear(if is_done { old } else { new }, replacing.loser(folder));
+        forget(folder);
+    }
+    if is_done {
+        return Ok(());
+    }
+    let known = match burgeon_accelerate::read_super(old, old.size()) {
+        Ok(head) if !folder.is_its_cache(head.id) => {
+            let what = format!("{} is not the device of the cache", old.path().display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(head) => Some(head),
+        // Nothing is lost with a device that cannot be read.
+        Err(error) if folder.dirty().is_empty() => {
+            let old = old.path().display();
+            tracing::warn!(%old, %error, "the cache device cannot be read: its counters are lost");
+            None
+        }
+        Err(error) => return Err(error),
+    };
+    refuse_dirty(folder, old, known.is_some())?;
+    let id = new_id()?;
+    let former = known.as_ref().map_or_else(String::new, |head| hex(head.id));
+    let replacing = Replacing {
+        new: Side { path: new.path().to_owned(), id: hex(id) },
+        old: Side { path: old.path().to_owned(), id: former },
+    };
+    put(folder, &replacing)?;
+    reached(Step::Begun)?;
+    let made = burgeon_accelerate::create_for(new, layout, id, known.as_ref());
+    if let Err(error) = made {
+        clear(new, &replacing.new);
+        forget(folder);
+        return Err(error);
+    }
+    reached(Step::Made)?;
+    // Nothing is dirty; and they name the former device.
+    let owners = Owners::at(&folder.owners());
+    owners.all().iter().for_each(|(name, _)| owners.remove(name));
+    folder.put_device(new.path(), id)?;
+    reached(Step::Switched)?;
+    clear(old, &replacing.old);
+    reached(Step::Cleared)?;
+    forget(folder);
+    Ok(())
+}
+
+/// Random bytes: the id of a new cache.
+pub fn new_id() -> Result<[u8; 16]> {
+    let mut id = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
+    Ok(id)
+}
+
+fn refuse_dirty(folder: &CacheFolder, old: &Disk, is_readable: bool) -> Result<()> {
+    let refuse = |name: &str, why: &str| {
+        let what = format!(
+            "the cache {} has newer content of {name}: {why}. Then replace its device",
+            folder.name()
+        );
+        Err(Error::new(ErrorKind::Unavailable, what))
+    };
+    if folder.distrust().exists() {
+        if let Some(Dirty { name, .. }) = gone(&folder.distrust())?.first() {
+            return refuse(name, "it went with the device; `detach` and `attach` tell which bytes");
+        }
+    } else if is_readable
+        && let Some(dirty) = burgeon_accelerate::dirty_in(old, old.size())?.first()
+    {
+        return refuse(&dirty.name, "attach it, or `flush --offline`");
+    }
+    match folder.dirty().first() {
+        Some((name, _)) if !folder.is_served() => refuse(name, "attach it, or `flush --offline`"),
+        _ => Ok(()),
+    }
+}
+
+/// Ends what a death left in the middle.
+pub fn settle(folder: &CacheFolder) {
+    let Some(replacing) = read(folder) else { return };
+    let loser = replacing.loser(folder);
+    match Disk::open(&loser.path) {
+        Ok(disk) => clear(&disk, loser),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => {
+            let path = loser.path.display();
+            tracing::warn!(%path, %error, "a former cache device is not cleared yet");
+            return;
+        }
+    }
+    forget(folder);
+}
+
+/// Clears the superblocks of a cache, if it is that one.
+fn clear(disk: &Disk, side: &Side) {
+    let is_it =
+        burgeon_accelerate::read_super(disk, disk.size()).is_ok_and(|head| hex(head.id) == side.id);
+    if is_it && let Err(error) = burgeon_accelerate::destroy(disk) {
+        let path = disk.path().display();
+        tracing::warn!(%path, %error, "cannot clear the former cache device");
+    }
+}
+
+impl Replacing {
+    /// The device that has no cache in the end.
+    fn loser(&self, folder: &CacheFolder) -> &Side {
+        if folder.is_recorded(&self.new.id) { &self.old } else { &self.new }
+    }
+}
+
+fn read(folder: &CacheFolder) -> Option<Replacing> {
+    serde_json::from_slice(&fs::read(place(folder)).ok()?).ok()
+}
+
+fn put(folder: &CacheFolder, replacing: &Replacing) -> Result<()> {
+    let path = place(folder);
+    let failed = |e: io::Error| Error::io(format!("cannot write {}", path.display()), e);
+    let text = serde_json::to_vec(replacing).map_err(|e| failed(e.into()))?;
+    put_durably(&path, &text).map_err(failed)
+}
+
+fn forget(folder: &CacheFolder) {
+    // What stays is found to be done by the next start.
+    let _ = fs::remove_file(place(folder));
+}
+
+fn place(folder: &CacheFolder) -> PathBuf {
+    Path::new(folder.path()).join("replacing")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use burgeon_accelerate::{create_with, read_super};
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{Owners, Step, layout_of, replace_until, settle};
+    use crate::{dirty::DirtyOwner, disk::Disk, folder::CacheFolder};
+
+    struct Files {
+        state: tempfile::TempDir,
+        folder: CacheFolder,
+    }
+
+    impl Files {
+        fn new() -> Self {
+            let state = tempfile::tempdir().unwrap();
+            let folder = CacheFolder::of(state.path(), "fast").unwrap();
+            for (name, mib) in [("old", 4), ("new", 8)] {
+                std::fs::write(state.path().join(name), vec![7; mib << 20]).unwrap();
+            }
+            let files = Self { state, folder };
+            let old = files.open("old");
+            create_with(&old, layout_of(&old, None).unwrap(), [5; 16]).unwrap();
+            files.folder.record(old.path(), [5; 16]).unwrap();
+            files
+        }
+
+        fn open(&self, name: &str) -> Disk {
+            Disk::open(&self.state.path().join(name)).unwrap()
+        }
+
+        fn replace(&self, last: Option<Step>) -> bool {
+            let (old, new) = (self.open("old"), self.open("new"));
+            let layout = layout_of(&new, None).unwrap();
+            let dies = |step| match Some(step) == last {
+                true => Err(Error::new(ErrorKind::Unavailable, "it dies here")),
+                false => Ok(()),
+            };
+            replace_until(&self.folder, &old, &new, layout, &dies).is_ok()
+        }
+
+        /// The device that the folder names is the one that has a cache.
+        fn the_one(&self) -> String {
+            let caches = ["old", "new"].map(|name| {
+                let disk = self.open(name);
+                read_super(&disk, disk.size())
+                    .is_ok_and(|head| self.folder.is_its_cache(head.id))
+                    .then_some(name)
+                    .or_else(|| {
+                        assert!(
+                            read_super(&disk, disk.size()).is_err(),
+                            "{name} has a second cache"
+                        );
+                        None
+                    })
+            });
+            let only: Vec<&str> = caches.into_iter().flatten().collect();
+            assert_eq!(only.len(), 1, "{only:?}");
+            assert_eq!(self.folder.cache().unwrap(), self.state.path().join(only[0]));
+            only[0].to_owned()
+        }
+    }
+
+    #[test]
+    fn an_end_at_any_step_leaves_exactly_one_cache() {
+        let steps = [Step::Begun, Step::Made, Step::Switched, Step::Cleared];
+        for (at, step) in steps.into_iter().enumerate() {
+            let left = if at < 2 { "old" } else { "new" };
+            let files = Files::new();
+            assert!(!files.replace(Some(step)));
+            settle(&files.folder);
+            assert_eq!(files.the_one(), left, "{step:?}");
+            assert!(!Path::new(files.folder.path()).join("replacing").exists());
+            // A server that starts again goes on with it.
+            let files = Files::new();
+            assert!(!files.replace(Some(step)));
+            assert!(files.replace(None), "{step:?}");
+            assert_eq!(files.the_one(), "new", "{step:?}");
+            let id = || read_super(&files.open("new"), 8 << 20).unwrap().id;
+            let before = id();
+            assert!(files.replace(None));
+            assert_eq!((files.the_one().as_str(), id()), ("new", before), "it is made anew");
+        }
+    }
+
+    #[test]
+    fn an_error_leaves_the_old_one() {
+        let files = Files::new();
+        assert!(layout_of(&files.open("new"), Some(3 << 20)).is_err());
+        // Newer content of a slow device, as the state directory knows.
+        let owner = DirtyOwner::default();
+        Owners::at(&files.folder.owners()).put("data", &owner).unwrap();
+        assert!(!files.replace(None));
+        assert_eq!(files.the_one(), "old");
+        Owners::at(&files.folder.owners()).remove("data");
+        // Another cache took the place of the device.
+        let old = files.open("old");
+        create_with(&old, layout_of(&old, None).unwrap(), [6; 16]).unwrap();
+        drop(old);
+        assert!(!files.replace(None));
+        assert!(read_super(&files.open("new"), 8 << 20).is_err());
+    }
+
+    #[test]
+    fn a_dead_device_is_replaced_unless_dirty_blocks_went_with_it() {
+        let files = Files::new();
+        burgeon_accelerate::destroy(&files.open("old")).unwrap();
+        let gone = Dirty { name: "data".into(), ranges: vec![0..4096] };
+        record_distrust(&files.folder.distrust(), &[gone]).unwrap();
+        assert!(!files.replace(None));
+        record_distrust(&files.folder.distrust(), &[]).unwrap();
+        assert!(files.replace(None));
+        assert_eq!(files.the_one(), "new");
+    }
+}
