@@ -105,7 +105,23 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     let newer = [0, 4096].map(|at| file.write_all_at(&[9, 0, 0, 0], at + 48).unwrap());
     assert_eq!(newer.len(), 2);
     burgeon.fails(&attach(slow.text()), 4, "format 9");
+    file.write_all_at(&[2, 0, 0, 0], 48).unwrap();
+    file.write_all_at(&[2, 0, 0, 0], 4096 + 48).unwrap();
+    burgeon.fails(&attach(slow.text()), 4, "make it anew");
     file.write_all_at(&first, 0).unwrap();
+    // One that another program has.
+    let unused = hash_of(&cache);
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    burgeon.fails(&attach(slow.text()), 5, "in use");
+    burgeon.fails(&["accelerate", "grow", "fast"], 5, "in use");
+    burgeon.fails(&["accelerate", "destroy", "fast"], 5, "in use");
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::Unlock).unwrap();
+    // One that was cut off.
+    file.set_len(15 * MIB).unwrap();
+    burgeon.fails(&attach(slow.text()), 1, "was made for 16777216");
+    burgeon.fails(&["accelerate", "grow", "fast"], 1, "was made for 16777216");
+    file.set_len(16 * MIB).unwrap();
+    assert_eq!(hash_of(&cache), unused, "the cache was changed");
 
     // Attached: nobody else gets either device.
     burgeon.ok(&attach(slow.text()));
