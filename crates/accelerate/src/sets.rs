@@ -98,7 +98,7 @@ impl Sets {
         for (at, extent) in self.extents.iter().enumerate().skip(1).rev() {
             let number = mixed(key).wrapping_mul(STEP.wrapping_mul(2 * at as u64 + 1)) >> 32;
             let all = u64::from(extent.first_set) + u64::from(extent.sets);
-            if has_place(extent) && number * all >> 32 < u64::from(extent.sets) {
+            if has_place(extent) && (number * all) >> 32 < u64::from(extent.sets) {
                 return at;
             }
         }

@@ -212,8 +212,12 @@ mod tests {
     use burgeon_accelerate::{create_with, read_super};
     use burgeon_block::{Error, ErrorKind};
 
-    use super::{Owners, Step, layout_of, replace_until, settle};
-    use crate::{dirty::DirtyOwner, disk::Disk, folder::CacheFolder};
+    use super::{Dirty, Owners, Step, layout_of, replace_until, settle};
+    use crate::{
+        dirty::{DirtyOwner, record_distrust},
+        disk::Disk,
+        folder::CacheFolder,
+    };
 
     struct Files {
         state: tempfile::TempDir,
