@@ -73,7 +73,7 @@ pub use server::serve_forever;
 pub use start::{UNIT_PROPERTIES, notify_systemd, pass_on};
 pub use state::{
     built::{honoured, remember_built},
-    cache::{changed_floor, configure as configure_cache},
+    cache::{changed_floor, configure as configure_cache, floor_of},
     cache_dir::{
         CACHE_DIR, check as check_cache_dir, configure as configure_cache_dir,
         current_and_next as cache_dirs,

@@ -6,6 +6,8 @@
 //!        │   ─── the login, if the user named that registry ───────────►│
 //!        │   ◄── request: room for what it stores next ─────────────────┤
 //!        │   ─── the cache has evicted as much as it could ────────────►│
+//!        │   ◄── request: a piece of a layer's file ────────────────────┤
+//!        │   ─── allocated, or no room ────────────────────────────────►│
 //!        └────── the result, or an error ───────────────────────────────┘
 //! ```
 //!
@@ -59,17 +61,23 @@ enum Said<T> {
     Login(Name),
     /// So many bytes are stored next.
     Room(u64),
+    /// This piece of the layer's file that comes along is written next.
+    Piece {
+        offset: u64,
+        len: u64,
+    },
     Done(T),
     Failed(WireError),
 }
 
 /// Runs `job` in a child that can reach only `reach`. `archive` is sent along. `make_room` gets the
-/// bytes that the child, which is not to be trusted, says it will store.
+/// bytes that the child, which is not to be trusted, says it will store; `allocate` the file,
+/// offset and length of a piece, and returns false if there is no room for it.
 pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
     reach: Reach,
     job: J,
     archive: Option<BorrowedFd<'_>>,
-    make_room: impl Fn(u64),
+    (make_room, allocate): (impl Fn(u64), impl Fn(&File, u64, u64) -> bool),
 ) -> Result<T> {
     let failed = |e| Error::io("cannot start a process that reads the image", e);
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
@@ -106,6 +114,11 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
             Some((Said::Room(bytes), _)) => {
                 make_room(bytes);
                 wire::send(&ours, &(), &[])?;
+            }
+            Some((Said::Piece { offset, len }, mut files)) => {
+                let file = files.pop().map(File::from);
+                let has_room = file.is_some_and(|file| allocate(&file, offset, len));
+                wire::send(&ours, &has_room, &[])?;
             }
             None => {
                 let status = child.0.wait().map_err(failed)?;
@@ -149,13 +162,18 @@ impl ReaderParent {
     /// Has it make room for so many bytes, as far as it can, and waits until that is done.
     pub fn make_room(&self, bytes: u64) {
         // Without an answer the command has ended, which ends this process; storing tells the rest.
-        let _ = self.ask::<()>(&Said::Room(bytes));
+        let _ = self.ask::<()>(&Said::Room(bytes), &[]);
+    }
+
+    /// Has it allocate a piece of `file`; false if there is no room.
+    pub fn allocate(&self, file: &File, offset: u64, len: u64) -> bool {
+        self.ask(&Said::Piece { offset, len }, &[file.as_fd()]).unwrap_or(false)
     }
 
     /// Sends a request, and receives the answer to it.
-    fn ask<T: DeserializeOwned>(&self, request: &Said<()>) -> Result<T> {
+    fn ask<T: DeserializeOwned>(&self, request: &Said<()>, files: &[BorrowedFd<'_>]) -> Result<T> {
         let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        wire::send(&stream, request, &[])?;
+        wire::send(&stream, request, files)?;
         match wire::receive(&stream)? {
             Some((answer, _)) => Ok(answer),
             None => Err(Error::new(
@@ -205,8 +223,8 @@ fn confine(reach: &Reach, parent: &ReaderParent) -> Result<()> {
     roles::do_without_helpers();
     let parent = parent.clone();
     ask_for_credentials_by(Box::new(move |name| {
-        let login =
-            parent.ask::<std::result::Result<Access, WireError>>(&Said::Login(name.clone()))?;
+        let login = parent
+            .ask::<std::result::Result<Access, WireError>>(&Said::Login(name.clone()), &[])?;
         Ok(login?)
     }));
     Ok(())

@@ -13,7 +13,7 @@
 
 use std::{
     collections::HashSet,
-    fs::File,
+    fs::{self, File},
     io::{self, BufReader, Read, Seek},
     path::Path,
     sync::{
@@ -27,7 +27,7 @@ use crate::{
     Work,
     blobs::{Blobs, Resolved},
     document::{Compression, Layer, diff_ids},
-    spool::{CountedPlaces, Metered, Spool, Tee, given_up},
+    spool::{CountedPlaces, LayerRoom, Metered, Spool, Tee, given_up},
     toc,
     unpacked::{ReadLayers, Unpacked, digest_of, mislisted},
 };
@@ -140,7 +140,11 @@ impl Blobs {
                 Some(partial) => partial.path().to_owned(),
                 None => keep.scratch.join(format!("layer-{}", layer_fetch.number)),
             });
-            let spool = path.as_deref().map(|path| Spool::lasting(path, partial.as_ref()));
+            let spool = path.as_deref().zip(keep).map(|(path, keep)| {
+                let (allocate, must) = (work.allocate, keep.must);
+                let room = LayerRoom { allocate, digest, size: *size, must };
+                Spool::lasting(path, partial.as_ref(), room)
+            });
             let described = self.read_layer(layer_fetch, work.own, spool.transpose()?, |blob| {
                 let blob = layer_fetch.metered(blob, layers.meter());
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
@@ -152,12 +156,20 @@ impl Blobs {
                 layer_fetch.check(archive.digest())?;
                 Ok((description, recorder.inner.finish(*size)))
             });
-            let (described, _) = match described {
+            let (described, kept) = match described {
                 Ok(described) => described,
                 Err(error) => return Err(given_up(partial, error)),
             };
-            if let (Some(keep), Some(path)) = (keep, path) {
-                keep.own.publish_file(&object, &path)?;
+            match (keep, path, kept) {
+                (Some(keep), Some(path), Some(_)) => keep.own.publish_file(&object, &path)?,
+                (Some(keep), Some(path), None) => {
+                    if stored_layer(Some(keep.own), &object, *size).is_none() {
+                        keep.unstored.fetch_add(1, Relaxed);
+                    }
+                    // Its bytes are gone; the collector removes a file that stays.
+                    let _ = fs::remove_file(path);
+                }
+                _ => {}
             }
             // Until it is published, nobody else may have the file: they would rename it as well.
             drop(partial);
@@ -276,12 +288,13 @@ impl Blobs {
     }
 
     /// Reads one layer to its end and checks it: from `own` if it is stored there, else from
-    /// `spool` and then its location. New bytes are appended to `spool`, whose file is returned.
-    fn read_layer<T>(
+    /// `spool` and then its location. New bytes are appended to `spool`, whose file is returned,
+    /// unless there was no room for it.
+    fn read_layer<'a, T>(
         &self,
-        layer_fetch: &LayerFetch<'_>,
+        layer_fetch: &LayerFetch<'a>,
         own: Option<&Directory>,
-        mut spool: Option<Spool<'_>>,
+        mut spool: Option<Spool<'a>>,
         look: impl FnOnce(&mut (dyn Read + Send)) -> Result<T>,
     ) -> Result<(T, Option<File>)> {
         let Layer { digest, size, .. } = layer_fetch.layer;
@@ -398,6 +411,24 @@ pub(crate) struct Keep<'a> {
     pub(crate) own: &'a Directory,
     /// A private folder on the same file system.
     pub(crate) scratch: &'a Path,
+    /// True if the image is of no use unless all layers are stored.
+    pub(crate) must: bool,
+    /// Number of layers that were not stored, because there was no room.
+    pub(crate) unstored: AtomicUsize,
+}
+
+impl Keep<'_> {
+    /// The note for the user about layers that were not stored.
+    pub(crate) fn note(&self) -> Option<String> {
+        let unstored = self.unstored.load(Relaxed);
+        (unstored > 0).then(|| {
+            let layers = if unstored == 1 { "layer" } else { "layers" };
+            format!(
+                "{unstored} {layers} not stored: the disk would have less free space than Burgeon \
+                 leaves (`burgeon cache resize --keep-free`); the data is fetched when it is read"
+            )
+        })
+    }
 }
 
 /// A layer while it is fetched.

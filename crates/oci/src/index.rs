@@ -10,7 +10,7 @@
 //! Invariants: an index made elsewhere is trusted only by the digest that the user has given; it
 //! is used only for the image, and the layers, that it was made from.
 
-use std::{collections::HashSet, thread};
+use std::{collections::HashSet, sync::atomic::AtomicUsize, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
@@ -191,21 +191,22 @@ fn make(
 
 /// Fetches the layers of the image, and indexes and stores them in this host's `own` store: the
 /// image then works without the registry. With `tocs`, layers with a TOC are not
-/// fetched. Returns the report, or `None` if the layers cannot be read from the middle; they are
-/// stored by then, for a build.
+/// fetched. Returns the report and perhaps a note for the user, or `None` if the layers cannot be
+/// read from the middle; they are stored by then, for a build. Layers without room are not stored;
+/// with `must` this is an error.
 pub(crate) fn store_layers(
     own: &Directory,
     blobs: &Blobs,
     resolved: &Resolved,
     at: &LayersAt,
     work: &Work<'_>,
-    tocs: Option<&Tocs>,
-) -> Result<Option<BuildReport>> {
+    (tocs, must): (Option<&Tocs>, bool),
+) -> Result<Option<(BuildReport, Option<String>)>> {
     let lease = own.begin_write()?;
     let listed = resolved.name().form(NameForm::Tocs).to_string();
     let name = resolved.name().to_string();
     let names = Names { name: &name, listed: tocs.map(|tocs| (listed.as_str(), tocs)) };
-    let keep = Keep { own, scratch: lease.scratch() };
+    let keep = Keep { own, scratch: lease.scratch(), must, unstored: AtomicUsize::new(0) };
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // If the registry failed, the fetched layers are kept for the next try.
         if error.kind() != ErrorKind::Unavailable {
@@ -217,7 +218,7 @@ pub(crate) fn store_layers(
             if derived_of(own, &report.image)?.is_none() {
                 remove_unneeded_layers(own, blobs, resolved);
             }
-            Ok(Some(report))
+            Ok(Some((report, keep.note())))
         }
         Err(error) if error.kind() == ErrorKind::Invalid => Ok(None),
         Err(error) => Err(error),

@@ -37,7 +37,7 @@ mod tags;
 mod toc;
 mod unpacked;
 
-use std::{panic::resume_unwind, path::Path, thread};
+use std::{fs::File, panic::resume_unwind, path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
@@ -71,6 +71,10 @@ pub use self::{
 /// Progress callback, called from any thread: bytes of layers fetched, and bytes in total.
 pub type OnFetch<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
+/// Allocates a piece of a file, an offset and a length, in the own store; called from any thread.
+/// False, and nothing is allocated, if the disk would have less free space than is to be left.
+pub type Allocate<'a> = &'a (dyn Fn(&File, u64, u64) -> bool + Sync);
+
 /// The environment of a build.
 pub struct Work<'a> {
     /// Access to registries.
@@ -83,6 +87,8 @@ pub struct Work<'a> {
     /// Another folder with blobs, each named by the hexadecimal digits of its SHA-256. Layers are
     /// read from it if they are there, and checked like any others.
     pub content: Option<&'a Path>,
+    /// Space for these layers.
+    pub allocate: Allocate<'a>,
     /// The records of tags, and when to resolve tags again.
     pub tags: Tags<'a>,
     /// The documents that this host keeps; this crate only reads them.
@@ -484,7 +490,8 @@ fn store_or_build(
 ) -> Result<Made> {
     let tocs = Tocs::default();
     if let (Some(own), Some(at)) = (work.own, at) {
-        let store_layers = |tocs| index::store_layers(own, blobs, resolved, at, work, tocs);
+        let must = matches!(want, ImageForm::Whole);
+        let store_layers = |tocs| index::store_layers(own, blobs, resolved, at, work, (tocs, must));
         let stored = match store_layers(
             (!matches!(want, ImageForm::Whole | ImageForm::Checked)).then_some(&tocs),
         ) {
@@ -492,10 +499,11 @@ fn store_or_build(
             Err(_) if tocs.is_unfit() => store_layers(None),
             stored => stored,
         };
-        if let Some(report) = stored? {
+        if let Some((report, note)) = stored? {
             let listed = tocs.is_used() && !tocs.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };
-            return Ok(Made { how, notes: tocs.into_refused(), ..Made::of(report) });
+            let notes = tocs.into_refused().into_iter().chain(note).collect();
+            return Ok(Made { how, notes, ..Made::of(report) });
         }
     }
     let report = blobs.build(resolved, store, &resolved.name().to_string(), work)?;

@@ -39,6 +39,7 @@ fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_
         spool,
         own,
         content: None,
+        allocate: &|_, _, _| true,
         options: &options,
         fetching: &fetching,
         building: &building,

@@ -30,6 +30,7 @@ fn read(layout: &Path) -> Vec<Unpacked> {
             spool: layout,
             own: None,
             content: None,
+            allocate: &|_, _, _| true,
             options: &options,
             fetching: &|_, _| (),
             building: &|_| (),

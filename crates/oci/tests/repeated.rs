@@ -30,6 +30,7 @@ fn with_work<T>(spool: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T
         spool,
         own: Some(own),
         content: None,
+        allocate: &|_, _, _| true,
         options: &options,
         fetching: &|_, _| (),
         building: &|_| (),

@@ -40,6 +40,7 @@ fn with_work<T>(folder: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> 
         spool: folder,
         own: Some(own),
         content: None,
+        allocate: &|_, _, _| true,
         options: &options,
         fetching: &|_, _| (),
         building: &|_| (),

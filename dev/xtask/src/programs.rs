@@ -62,7 +62,7 @@ pub(crate) const QUICK: [&str; 55] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 94] = [
+const OTHERS: [&str; 97] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
@@ -76,6 +76,7 @@ const OTHERS: [&str; 94] = [
     "build",
     "bundle",
     "cache",
+    "cache_layers",
     "cache_parts",
     "call_faults",
     "chain_ids",
@@ -91,6 +92,7 @@ const OTHERS: [&str; 94] = [
     "examples",
     "export",
     "fast",
+    "gives_back",
     "health",
     "hit_path",
     "holders",

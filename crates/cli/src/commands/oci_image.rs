@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{
     Context, built, far, mistakes, named,
     reading::{self, Elsewhere},
-    work::{MakeRoom, with_work},
+    work::{Rooms, with_work},
 };
 use crate::{args, output};
 
@@ -106,7 +106,7 @@ pub(super) fn find(
     store.check_writable()?;
     let options = context.build_options();
     // An image that is here stores nothing.
-    let none: (_, _, MakeRoom<'_>) = (&Access::default(), &ReadLayers::default(), &|_| ());
+    let none = (&Access::default(), &ReadLayers::default(), &Rooms::NONE);
     let found = with_work(context, &text, pull, &options, none, |work| {
         burgeon_oci::find_here(&store, &source, want, work)
     })?;
@@ -207,7 +207,7 @@ pub(super) fn checked(context: &Context, text: &str) -> burgeon_block::Result<Op
     let store = Store::open(&context.store_location(), &Access::default())?;
     let (options, access, read) =
         (context.build_options(), Access::default(), ReadLayers::default());
-    with_work(context, text, Pull::default(), &options, (&access, &read, &|_| ()), |work| {
+    with_work(context, text, Pull::default(), &options, (&access, &read, &Rooms::NONE), |work| {
         burgeon_oci::find_here(&store, &source, ImageForm::Checked, work)
     })
 }

@@ -1,28 +1,38 @@
 //! The work on an OCI image: what it needs of this host, and a display of its progress.
 
 use burgeon_image::builder::{self, BuildOptions};
-use burgeon_oci::{Pull, ReadLayers, Tags, Work};
+use burgeon_oci::{Allocate, Pull, ReadLayers, Tags, Work};
 use burgeon_source::{Access, Directory};
 
 use super::{Context, named, room::StepByStep};
 use crate::progress::Progress;
 
-/// Has room made for bytes that are stored next.
-pub(super) type MakeRoom<'a> = &'a (dyn Fn(u64) + Sync);
+/// The command that this process stores for.
+pub(super) struct Rooms<'a> {
+    /// Has room made for bytes that are stored next.
+    pub(super) make: &'a (dyn Fn(u64) + Sync),
+    /// Allocates pieces of layers.
+    pub(super) allocate: Allocate<'a>,
+}
 
-/// Does `what` with a progress display. `make_room` is called ahead of what is stored.
+impl Rooms<'_> {
+    /// For work that stores nothing.
+    pub(super) const NONE: Self = Self { make: &|_| (), allocate: &|_, _, _| false };
+}
+
+/// Does `what` with a progress display. Room is asked for ahead of what is stored.
 pub(super) fn with_work<T>(
     context: &Context,
     text: &str,
     pull: Pull,
     options: &BuildOptions,
-    (access, read, make_room): (&Access, &ReadLayers, MakeRoom<'_>),
+    (access, read, rooms): (&Access, &ReadLayers, &Rooms<'_>),
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> burgeon_block::Result<T> {
     let shown = named::public(text);
     let (fetch, made) =
         (Progress::new(format!("fetching {shown}")), Progress::new(format!("building {shown}")));
-    let (fetched, built) = (StepByStep::new(make_room), StepByStep::new(make_room));
+    let (fetched, built) = (StepByStep::new(rooms.make), StepByStep::new(rooms.make));
     let fetching = |done, total| {
         fetched.reached(done);
         fetch.update(done, Some(total));
@@ -43,6 +53,7 @@ pub(super) fn with_work<T>(
         spool: &context.state.scratch()?,
         own: own.as_ref(),
         content: None,
+        allocate: rooms.allocate,
         options,
         fetching: &fetching,
         building: &building,

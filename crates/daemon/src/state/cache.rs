@@ -84,6 +84,16 @@ pub fn changed_floor(state: &StateDir) -> Result<Option<CacheAmount>> {
     Ok(Bounds::changed(state)?.keep_free)
 }
 
+/// Bytes that the host's cache leaves free on the disk of `folder`.
+pub fn floor_of(state: &StateDir, folder: &Path) -> Result<u64> {
+    let failed = |error: rustix::io::Errno| {
+        Error::io(format!("cannot ask {} for its size", folder.display()), error.into())
+    };
+    let disk = rustix::fs::statvfs(folder).map_err(failed)?;
+    let size = disk.f_blocks.saturating_mul(disk.f_frsize);
+    Ok(Bounds::read(state)?.without_layers().1.of(size))
+}
+
 impl Bounds {
     /// The bounds of the host's cache: those that the user has set, or the configured ones.
     pub(crate) fn read(state: &StateDir) -> Result<Self> {

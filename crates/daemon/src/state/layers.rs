@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Invariants: a layer that one image could not get again stays; while something is being stored,
-//! nothing is evicted, because it may go by a layer that is here.
+//! a layer that no image lists yet stays. Writers that go by a listed one read it from its registry
+//! if it is evicted, or look for it again after they have marked it as kept.
 
 use std::{
     collections::HashSet,
@@ -57,21 +58,38 @@ impl LayerShare {
 
 /// The stored layers that may be evicted, the longest unused first.
 pub(crate) fn evictable(state: &StateDir) -> Result<Vec<StoredLayer>> {
+    evictable_of(state, Layers::All)
+}
+
+/// Layers that may be looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Layers {
+    All,
+    /// Only those of images that are complete.
+    Listed,
+}
+
+fn evictable_of(state: &StateDir, which: Layers) -> Result<Vec<StoredLayer>> {
     let directory = match Directory::open(state.store()) {
         Ok(directory) => directory,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
     let store = Store::Directory(directory.clone());
-    let mut stay = HashSet::new();
+    let (mut stay, mut listed) = (HashSet::new(), HashSet::new());
     for list in directory.list(ObjectKind::StoredLayers.folder())? {
         let Some(digest) = list.below(ObjectKind::StoredLayers) else { continue };
         let at = ObjectKind::Derived.object(digest).and_then(|image| layers_at(&store, &image));
         let layers = catalog::stored_layers(&directory, &list)?;
         if !matches!(at, Ok(LayersAt::Registry(_))) || state.kept_layers().join(digest).exists() {
             stay.extend(layers);
+        } else if which == Layers::Listed {
+            listed.extend(layers);
         }
     }
+    let may_go = |layer: &ObjectId| {
+        !stay.contains(layer) && (which == Layers::All || listed.contains(layer))
+    };
     let layer = |object: ObjectId| {
         let metadata = fs::metadata(directory.path_of(&object)).ok()?;
         let accessed = u64::try_from(metadata.atime().max(metadata.mtime())).unwrap_or(0);
@@ -82,7 +100,7 @@ pub(crate) fn evictable(state: &StateDir) -> Result<Vec<StoredLayer>> {
         })
     };
     let all = directory.list(ObjectKind::Layer.folder())?.into_iter();
-    let mut layers: Vec<_> = all.filter(|it| !stay.contains(it)).filter_map(layer).collect();
+    let mut layers: Vec<_> = all.filter(may_go).filter_map(layer).collect();
     layers.sort_by(|a, b| (a.used, &a.object).cmp(&(b.used, &b.object)));
     Ok(layers)
 }
@@ -93,12 +111,14 @@ pub fn keep_layers(state: &StateDir, list: &ObjectId) -> Result<()> {
     let Some(digest) = list.below(ObjectKind::StoredLayers) else { return Ok(()) };
     let path = state.kept_layers().join(digest);
     let failed = |e| Error::io(format!("cannot make {}", path.display()), e);
+    // Not while layers are evicted, by a list that does not have this mark.
+    let _lease = Directory::open(state.store())?.begin_write()?;
     fs::create_dir_all(state.kept_layers()).map_err(failed)?;
     File::create(&path).and_then(|file| file.sync_all()).map_err(failed)
 }
 
 /// Evicts the longest unused layers until they have freed `bytes`. Returns the bytes that they
-/// took; 0 while something is being stored.
+/// took.
 pub(crate) fn evict(state: &StateDir, bytes: u64) -> Result<u64> {
     let directory = match Directory::open(state.store()) {
         Ok(directory) => directory,
@@ -106,11 +126,9 @@ pub(crate) fn evict(state: &StateDir, bytes: u64) -> Result<u64> {
         Err(error) => return Err(error),
     };
     let collecting = directory.begin_collect()?;
-    if collecting.writers > 0 {
-        return Ok(0);
-    }
+    let which = if collecting.writers > 0 { Layers::Listed } else { Layers::All };
     let mut freed = 0;
-    for layer in evictable(state)? {
+    for layer in evictable_of(state, which)? {
         if freed >= bytes {
             break;
         }
@@ -207,15 +225,18 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_evicted_while_something_is_stored() {
+    fn layers_that_are_being_stored_stay() {
         let folder = tempfile::tempdir().unwrap();
         let state = StateDir::open(folder.path()).unwrap();
-        image(&state, '1', REGISTRY, "a");
+        image(&state, '1', REGISTRY, "b");
         let store = Directory::open(state.store()).unwrap();
         let lease = store.begin_write().unwrap();
-        assert_eq!(evict(&state, 1).unwrap(), 0);
+        store.publish(&layer('a'), &[7; LEN]).unwrap();
+        assert!(evict(&state, u64::MAX).unwrap() > 0);
+        assert_eq!(left(&state), "a", "its image is not listed yet");
         drop(lease);
-        assert!(evict(&state, 1).unwrap() > 0);
+        assert!(evict(&state, u64::MAX).unwrap() > 0);
+        assert_eq!(left(&state), "");
         // An object that cannot be read may name any layer.
         image(&state, '2', REGISTRY, "a");
         store.publish(&object(&format!("held/{}", digest('4'))), b"../../etc/passwd\n").unwrap();

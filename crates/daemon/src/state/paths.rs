@@ -294,6 +294,12 @@ impl StateDir {
         self.mount(id).join("exchange.lock")
     }
 
+    /// The lock of commands that allocate space for layers. Not in `run`, where the server could
+    /// hold it.
+    pub fn room_lock(&self) -> PathBuf {
+        self.root.join("room.lock")
+    }
+
     /// Locks, sockets and the log of the running daemon.
     pub fn run(&self) -> PathBuf {
         self.root.join("run")

@@ -17,11 +17,11 @@ use crate::{
         protocol::{CacheAnswer, CacheRequest, HostCache, WireError},
     },
     state::{
-        cache::Bounds,
+        cache::{Bounds, floor_of},
         cache_dir::CacheDir,
         complete,
         layers::{self, LayerShare},
-        space,
+        space::{self, HOST_LEFT},
     },
 };
 
@@ -121,9 +121,12 @@ impl Supervisor {
 }
 
 impl Supervisor {
-    /// Has the cache evict until `bytes` are free on its disk, as far as it can. Only for files of
-    /// the state directory, which lie there, too; what it cannot free, their reservation reports.
+    /// Has the cache evict until `bytes` are free on its disk above its floor and what is left to
+    /// the host, as far as it can. Only for files of the state directory, which lie there, too;
+    /// what it cannot free, their reservation reports.
     pub(super) fn make_room(&self, bytes: u64) {
+        let floor = floor_of(&self.state, &self.state.mounts()).unwrap_or(0);
+        let bytes = bytes.saturating_add(floor.max(HOST_LEFT));
         let free = |folder: &Path| space::free_space(folder).ok();
         let Some(free) = free(&self.state.mounts()).filter(|free| *free < bytes) else { return };
         let cache = CacheDir::read(&self.state).folder(&self.state);

@@ -7,7 +7,9 @@
 //! ```
 //!
 //! The server keeps the floor by evicting chunks, within a second; layers follow when that was not
-//! enough. Without a limit, layers and chunks share what is free above the floor.
+//! enough. Without a limit, layers and chunks share what is free above the floor. A command that
+//! stores a layer asks for room first. On a disk without chunks, where it would ask in vain, some
+//! room is kept above the floor for the next layers.
 
 use std::{
     fs,
@@ -27,6 +29,7 @@ use crate::{
         cache_dir::CacheDir,
         layers::{LayerShare, evict, evictable},
         paths::StateDir,
+        space::shares_disk,
     },
 };
 
@@ -35,6 +38,10 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Looks below the floor after which layers go: the first one is the server's.
 const SHORT_MAX: u32 = 2;
+
+/// Room for new layers above the floor of a disk without chunks, at most this share of it.
+const AHEAD: u64 = 64 << 20;
+const AHEAD_SHARE: u64 = 64;
 
 /// Size and free bytes of the file system of a folder.
 fn disk(folder: &Path) -> Option<(u64, u64)> {
@@ -99,8 +106,11 @@ impl Supervisor {
         let (_, keep_free) = Bounds::read(state)?.without_layers();
         let limit = limit(state)?;
         let beyond = limit.map_or(0, |limit| look.bytes.saturating_sub(limit / 2));
-        let below =
-            disk(&state.store()).map_or(0, |(size, free)| keep_free.of(size).saturating_sub(free));
+        let below = disk(&state.store()).map_or(0, |(size, free)| {
+            let is_alone = !shares_disk(&CacheDir::read(state).folder(state), &state.store());
+            let ahead = if is_alone { AHEAD.min(size / AHEAD_SHARE) } else { 0 };
+            (keep_free.of(size) + ahead).saturating_sub(free)
+        });
         look.short = if below > 0 { look.short + 1 } else { 0 };
         let short = if look.short >= SHORT_MAX { below } else { 0 };
         let wanted = beyond.max(short).min(look.bytes);

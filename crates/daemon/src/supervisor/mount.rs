@@ -40,9 +40,7 @@ use crate::{
         files::{self, make_folder},
         images, prepared,
         record::{Attach, MOUNT_FORMAT, MountRecord, ProfileSource, Transport},
-        recycled_seed,
-        space::HOST_LEFT,
-        writes,
+        recycled_seed, writes,
     },
     supervisor::{
         plan::Plan,
@@ -90,7 +88,7 @@ impl Supervisor {
         }
         let begun = Instant::now();
         if let Some(bytes) = request.writes.first_bytes() {
-            self.make_room(bytes + HOST_LEFT);
+            self.make_room(bytes);
         }
         if request.writes.name().is_some() {
             recycled_seed::lend(&self.state);

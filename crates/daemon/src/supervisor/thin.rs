@@ -42,10 +42,7 @@ use super::{
 };
 use crate::{
     id::{Fsid, MountId},
-    state::{
-        record::{Growth, WritesState},
-        space::HOST_LEFT,
-    },
+    state::record::{Growth, WritesState},
 };
 
 /// Time limit for a step in work to end, before the whole sprout is reserved.
@@ -195,7 +192,7 @@ impl Supervisor {
 
     fn grow(&self, sprout: Thin, wanted: u64) -> Result<Step> {
         let Thin { fsid, path, device, device_id, reserved, .. } = sprout;
-        self.make_room((wanted - reserved).saturating_add(HOST_LEFT));
+        self.make_room(wanted - reserved);
         let task = Task::Grow(Grow { fsid, path, device, device_id, reserved, wanted });
         match helper::run(&self.state, &task, &[], || {})?.0 {
             Outcome::Grown { step } => Ok(step),

@@ -19,7 +19,7 @@ use crate::{
     commands::{
         Context,
         room::StepByStep,
-        work::{MakeRoom, with_work},
+        work::{Rooms, with_work},
     },
     config::Config,
     progress::Progress,
@@ -54,7 +54,11 @@ fn perform(
     parent: &ReaderParent,
 ) -> Result<Made> {
     let read = ReadLayers::default();
-    let made = make(job, archive, (access, &read, &|bytes| parent.make_room(bytes)));
+    let rooms = Rooms {
+        make: &|bytes| parent.make_room(bytes),
+        allocate: &|file, offset, len| parent.allocate(file, offset, len),
+    };
+    let made = make(job, archive, (access, &read, &rooms));
     let read = read.into_inner();
     match made {
         // The command records the layer, and then fails.
@@ -68,7 +72,7 @@ fn perform(
 fn make(
     job: Job,
     archive: Option<File>,
-    (access, read, make_room): (&Access, &ReadLayers, MakeRoom<'_>),
+    (access, read, rooms): (&Access, &ReadLayers, &Rooms<'_>),
 ) -> Result<Made> {
     let context = Context {
         state: StateDir::looked_at(job.state),
@@ -85,7 +89,7 @@ fn make(
         ..BuildOptions::default()
     };
     let store = Store::create(&context.store_location(), access)?;
-    let child = Child { context, store, options, access, read, make_room };
+    let child = Child { context, store, options, access, read, rooms };
     let done = match job.task {
         Task::Find { text, form, pull } => child.find(&text, form.want(), pull)?,
         Task::Documents { text } => {
@@ -139,7 +143,7 @@ struct Child<'a> {
     options: BuildOptions,
     access: &'a Access,
     read: &'a ReadLayers,
-    make_room: MakeRoom<'a>,
+    rooms: &'a Rooms<'a>,
 }
 
 impl Child<'_> {
@@ -172,7 +176,7 @@ impl Child<'_> {
         task: impl FnOnce(&Source, &Work<'_>) -> Result<T>,
     ) -> Result<T> {
         named(text, |source| {
-            let reach = (self.access, self.read, self.make_room);
+            let reach = (self.access, self.read, self.rooms);
             with_work(&self.context, text, pull, &self.options, reach, |work| task(source, work))
         })
     }
@@ -180,7 +184,7 @@ impl Child<'_> {
     /// Copies the image of `record` from another store, and shows the progress.
     fn copy(&self, from: &Location, record: &ImageRecord) -> Result<Copied> {
         let progress = Progress::new(format!("pulling {from}"));
-        let stored = StepByStep::new(self.make_room);
+        let stored = StepByStep::new(self.rooms.make);
         let show = |done, total| {
             stored.reached(done);
             progress.update(done, Some(total));
@@ -198,7 +202,7 @@ impl Child<'_> {
         name: &str,
     ) -> Result<BuildReport> {
         let progress = Progress::new(format!("building {name}"));
-        let stored = StepByStep::new(self.make_room);
+        let stored = StepByStep::new(self.rooms.make);
         let show = |now: &builder::Progress| {
             stored.reached(now.stored_bytes);
             progress.update(now.bytes, now.bytes_total);

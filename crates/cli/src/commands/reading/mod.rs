@@ -12,6 +12,7 @@ mod child;
 mod job;
 
 use std::{
+    fs::File,
     os::fd::AsFd,
     path::Path,
     time::{Duration, Instant},
@@ -177,7 +178,9 @@ fn have_done(
         // A hostile image must not empty the cache by what it says of itself.
         folders.iter().flatten().for_each(|it| room::make(context, it, bytes.min(room::STEP)));
     };
-    let made: Made = read_elsewhere(reach, job, archive.map(AsFd::as_fd), make_room)?;
+    let allocate = |file: &File, offset, len| room::allocate(context, file, (offset, len));
+    let rooms = (make_room, allocate);
+    let made: Made = read_elsewhere(reach, job, archive.map(AsFd::as_fd), rooms)?;
     let recorded = record_read(context, source, &made);
     match (made.done, recorded) {
         (Done::Differs(why), _) => Err(Error::new(ErrorKind::Corrupt, why)),
