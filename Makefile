@@ -15,7 +15,8 @@
 # make bench-accelerate   hit ratios of the policies of `burgeon accelerate`, beside RANDOM, LRU and the best possible
 # make bench-containers   200 idle containers beside overlayfs: disk, memory, threads, devices, time to make and remove
 # make bench-cache   policies of eviction on traces of chunks, beside the best possible; BENCH=FILE adds a recorded
-#              trace of block numbers (u32, little-endian)
+#              trace of block numbers (u32, little-endian); then the speed at which a cache gives space
+#              back that others take, on ext4, XFS and btrfs
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make deb     a Debian package, in target/package
@@ -134,6 +135,9 @@ bench-ublk: build
 bench-cache:
 	dev/need $(BUILD_NEEDS)
 	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies -- $(BENCH)
+	dev/need mkfs.btrfs=btrfs-progs mkfs.xfs=xfsprogs losetup=mount
+	$(CARGO) build --release --locked --quiet --package burgeon-cache --example give_back
+	$(SUDO) $(TARGET)/release/examples/give_back
 
 bench-containers:
 	dev/need $(TEST_NEEDS)
