@@ -62,7 +62,7 @@ pub(crate) const QUICK: [&str; 55] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 97] = [
+const OTHERS: [&str; 99] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
@@ -76,6 +76,8 @@ const OTHERS: [&str; 97] = [
     "build",
     "bundle",
     "cache",
+    "cache_disk_dies",
+    "cache_filler",
     "cache_layers",
     "cache_parts",
     "call_faults",

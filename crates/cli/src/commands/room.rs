@@ -46,7 +46,7 @@ pub(super) const STEP: u64 = 64 << 20;
 const MARGIN: u64 = 64 << 20;
 
 /// Free space that a layer leaves above the floor for chunks that the server writes at that moment,
-/// which it allowed by an earlier look: 16 writing threads with chunks of 1 MiB.
+/// which it allowed by an earlier look: 64 fetches at once (`volume/src/limits.rs`) of 256 KiB.
 const IN_FLIGHT: u64 = 16 << 20;
 
 /// Evictions for one piece of a layer: readers may take the space first.

@@ -38,11 +38,16 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
     let folder = dir.folder(state);
     let size = rustix::fs::statvfs(&folder).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
     let limit = settings.limit.map_or(size, |limit| limit.of(size));
-    let policy = Forecast::new(limit, std::process::id().into());
+    let policy = || Box::new(Forecast::new(limit, std::process::id().into()));
+    let refused = |why| Cache::over(Arc::new(Refused::new(why)), settings, policy());
     let cache = match dir.problem {
         // The server has no right to that folder; a new one gets it when it can be used.
-        Some(problem) => Cache::over(Arc::new(Refused::new(problem)), settings, Box::new(policy)),
-        None => Cache::open(&folder, settings, Box::new(policy))?,
+        Some(problem) => refused(problem),
+        // Reads go on without a disk that has died. A new server looks at it again.
+        None => Cache::open(&folder, settings, policy()).unwrap_or_else(|error| {
+            tracing::error!(%error, "the cache cannot be opened, and keeps nothing");
+            refused(error.to_string())
+        }),
     };
     cache.limit_owners(cache_parts::limits(&bounds));
     Ok(Arc::new(cache))

@@ -39,7 +39,8 @@ const LOST_AND_FOUND: &str = "lost+found";
 pub(crate) struct CacheDir {
     /// The folder, if it is not that of the state directory.
     dir: Option<PathBuf>,
-    /// The reason why the server did not get it: it caches nothing then.
+    /// The reason why the server did not get it, or that of the state directory: it caches nothing
+    /// then.
     pub(crate) problem: Option<String>,
     /// Folders of earlier caches.
     earlier: Vec<PathBuf>,
@@ -153,10 +154,13 @@ impl CacheDir {
 
     fn settle_at(state: &StateDir, dir: Option<PathBuf>, is_by_option: bool) -> Result<Self> {
         let before = Self::read(state);
-        let problem = dir.as_deref().and_then(|dir| usable(state, dir).err());
-        if let (Some(dir), Some(error)) = (&dir, &problem) {
+        let problem = match &dir {
+            Some(dir) => usable(state, dir).and_then(|dir| readable(&dir)).err(),
+            None => readable(&state.cache()).err(),
+        };
+        if let Some(error) = &problem {
             tracing::error!(
-                path = %dir.display(),
+                path = %dir.as_deref().unwrap_or(&state.cache()).display(),
                 %error,
                 "the cache's folder is unusable: fetched data is not cached"
             );
@@ -188,6 +192,20 @@ impl CacheDir {
 
 fn refused(kind: ErrorKind, dir: &Path, why: &str) -> Error {
     Error::new(kind, format!("the cache cannot be in {}: {why}", dir.display()))
+}
+
+/// An error if the disk of `dir` has died: a server could not even enter its sandbox.
+fn readable(dir: &Path) -> Result<()> {
+    match fs::read_dir(dir) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            let what = format!(
+                "the cache cannot be in {}: check its disk (`dmesg`), and mount it again",
+                dir.display()
+            );
+            Err(Error::io(what, e))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The real path of `dir`, if a server may have it.

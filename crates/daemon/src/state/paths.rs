@@ -86,8 +86,13 @@ impl StateDir {
         let records =
             [state.all_built(), state.writes(), state.mounts(), state.grants(), state.run()];
         for folder in caches.iter().chain(&records) {
-            make_private(folder)?;
-            own_directory(folder)?;
+            match make_private(folder).and_then(|()| own_directory(folder)) {
+                // A disk of the cache that has died keeps nobody from `status` and `umount`.
+                Err(error) if *folder == state.cache() && error.kind() == ErrorKind::LocalIo => {
+                    tracing::debug!(%error, "the folder of the cache cannot be used");
+                }
+                made => drop(made?),
+            }
         }
         Ok(state)
     }
