@@ -5,8 +5,8 @@
 #              more over ublk and on Linux 6.1, in an emulator; then an hour of random deaths, damage, full
 #              disks and failing sources (SOAK='--minutes 5 --seed 1'), and twenty mounts into each of which
 #              4 GiB are written as quickly as they go (ROUNDS=20); then a minute of reads from a cache on
-#              each small file system, whose server is killed; and file systems on accelerated devices, verified
-#              through as many deaths and power cuts
+#              each small file system, whose server is killed, and one more beside a filler of that disk;
+#              and file systems on accelerated devices, verified through as many deaths and power cuts
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -88,6 +88,7 @@ soak: check-arm64 try-tarball
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test accelerated_verify
 	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache -- \
 		is_never_filled_beyond_the_floor
+	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache_filler
 
 bench: build
 	dev/need $(BENCH_NEEDS)
