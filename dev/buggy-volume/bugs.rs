@@ -7,14 +7,25 @@
 /// The text that a replacement has in place of "this bug is on".
 pub const SWITCH: &str = "BUG";
 
+/// A subject of bugs, which has a simulation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Of {
+    /// One volume over a cache.
+    Image,
+    /// Mapped files.
+    MappedFile,
+    /// Several volumes over one cache.
+    SharedCache,
+}
+
 /// A defect, and how to make it.
 pub struct Bug {
     /// The name that turns it on.
     pub name: &'static str,
     /// Description of the defect.
     pub says: &'static str,
-    /// True if it is one of mapped files; else of images.
-    pub of_mapped_files: bool,
+    /// The simulation that must find it.
+    pub of: Of,
     /// File, text, replacement.
     pub patches: &'static [(&'static str, &'static str, &'static str)],
 }
@@ -24,7 +35,7 @@ const fn image(
     says: &'static str,
     patches: &'static [(&'static str, &'static str, &'static str)],
 ) -> Bug {
-    Bug { name, says, of_mapped_files: false, patches }
+    Bug { name, says, of: Of::Image, patches }
 }
 
 const fn mapped_file(
@@ -32,7 +43,15 @@ const fn mapped_file(
     says: &'static str,
     patches: &'static [(&'static str, &'static str, &'static str)],
 ) -> Bug {
-    Bug { name, says, of_mapped_files: true, patches }
+    Bug { name, says, of: Of::MappedFile, patches }
+}
+
+const fn shared_cache(
+    name: &'static str,
+    says: &'static str,
+    patches: &'static [(&'static str, &'static str, &'static str)],
+) -> Bug {
+    Bug { name, says, of: Of::SharedCache, patches }
 }
 
 /// All of them.
@@ -405,6 +424,39 @@ pub const BUGS: &[Bug] = &[
                 entry.copy_from_slice(&right);",
             "            } else if !new || !BUG {
                 entry.copy_from_slice(&right);",
+        )],
+    ),
+    shared_cache(
+        "FailWithTheOtherImage",
+        "a chunk that another image could not fetch is not asked for from the own source",
+        &[(
+            "fetch/chunk.rs",
+            "        (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)",
+            "        if BUG && may_be_cached && turn.is_none() && matches!(cached, Cached::Absent) {
+                let what = \"another image's fetch has failed\";
+                return (Err(Error::new(ErrorKind::Unavailable, what)), turn);
+            }
+            (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)",
+        )],
+    ),
+    shared_cache(
+        "BlameTheMap",
+        "an image is said to be damaged when the cache's bytes are wrong",
+        &[(
+            "fetch/cached.rs",
+            "            let is_corrupt = self.residency.doubt(index, &found)",
+            "            if BUG { self.engine.outage.map_is_damaged(); }
+            let is_corrupt = self.residency.doubt(index, &found)",
+        )],
+    ),
+    shared_cache(
+        "ForgetBeforeHashing",
+        "a chunk is forgotten because one image's checksums differ, before it is hashed",
+        &[(
+            "fetch/cached.rs",
+            "        if let Some(turn) = self.engine.outage.hash_turn() {",
+            "        if BUG { self.residency.doubt(index, &found); }
+            if let Some(turn) = self.engine.outage.hash_turn() {",
         )],
     ),
 ];

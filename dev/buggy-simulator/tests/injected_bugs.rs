@@ -1,20 +1,17 @@
 //! A simulator that finds nothing proves nothing: each bug of `dev/buggy-volume` must be found.
 
-use buggy_simulator::{crash_at_every_write, simulate, simulate_mapped_file};
+use buggy_simulator::{crash_at_every_write, simulate, simulate_mapped_file, simulate_shared};
 use burgeon_volume::{
     bugs::turn_on,
-    list::{BUGS, Bug},
+    list::{BUGS, Bug, Of},
 };
 
 /// Seeds that are tried for each bug; most are found within ten.
 const SEEDS: u64 = 1000;
 
 /// The bugs of which no seed breaks a promise of `simulate`.
-fn missed(
-    of_mapped_files: bool,
-    simulate: impl Fn(u64) -> Result<(), String>,
-) -> Vec<&'static str> {
-    let bugs = BUGS.iter().filter(|bug| bug.of_mapped_files == of_mapped_files);
+fn missed(of: Of, simulate: impl Fn(u64) -> Result<(), String>) -> Vec<&'static str> {
+    let bugs = BUGS.iter().filter(|bug| bug.of == of);
     let is_missed = |bug: &&Bug| {
         let _on = turn_on(bug.name);
         match (0..SEEDS).find_map(|seed| simulate(seed).err()) {
@@ -31,13 +28,19 @@ fn missed(
 
 #[test]
 fn every_bug_of_the_volume_is_found() {
-    let missed = missed(false, |seed| simulate(seed).map(drop));
+    let missed = missed(Of::Image, |seed| simulate(seed).map(drop));
     assert!(missed.is_empty(), "not found in {SEEDS} seeds each: {missed:?}");
 }
 
 #[test]
 fn every_bug_of_mapped_files_is_found() {
-    let missed = missed(true, |seed| simulate_mapped_file(seed).map(drop));
+    let missed = missed(Of::MappedFile, |seed| simulate_mapped_file(seed).map(drop));
+    assert!(missed.is_empty(), "not found in {SEEDS} seeds each: {missed:?}");
+}
+
+#[test]
+fn every_bug_of_images_that_share_a_cache_is_found() {
+    let missed = missed(Of::SharedCache, |seed| simulate_shared(seed).map(drop));
     assert!(missed.is_empty(), "not found in {SEEDS} seeds each: {missed:?}");
 }
 
@@ -47,6 +50,7 @@ fn the_copy_without_a_bug_keeps_its_promise() {
     for seed in 0..100 {
         simulate(seed).unwrap_or_else(|error| panic!("{error}"));
         simulate_mapped_file(seed).unwrap_or_else(|error| panic!("{error}"));
+        simulate_shared(seed).unwrap_or_else(|error| panic!("{error}"));
     }
 }
 

@@ -18,13 +18,24 @@ use crate::{Disk, FaultySource, Model, Mood, SimFile, disk::Faults, model::range
 pub(crate) type SimVolume = Volume<FaultySource, SimFile>;
 
 /// No read takes longer: a dozen readers, one permit, 30 seconds each, and some more.
-const READ_TIME_MAX: Duration = Duration::from_secs(3600);
+pub(crate) const READ_TIME_MAX: Duration = Duration::from_secs(3600);
 
 /// Longest checkpoint-free journal of some lives, in bytes.
 const JOURNAL_LEN: u64 = 4096;
 
 /// Blocks of the longest read.
 const READ_BLOCKS_MAX: u64 = 96;
+
+/// Some blocks of an image.
+pub(crate) fn some_range(model: &Model, rng: &mut Rng) -> ByteRange {
+    let all = model.range();
+    let blocks = all.len() / BLOCK_SIZE;
+    let first = rng.below(blocks);
+    let len = 1 + rng.below(READ_BLOCKS_MAX.min(blocks - first));
+    // Most reads are small.
+    let len = if rng.below(3) > 0 { len.min(1 + rng.below(4)) } else { len };
+    range(all.start() + first * BLOCK_SIZE, len * BLOCK_SIZE)
+}
 
 /// A running machine.
 pub(crate) struct World {
@@ -35,7 +46,7 @@ pub(crate) struct World {
     cache: Arc<Cache>,
     counters: Arc<Counters>,
     limits: VolumeLimits,
-    readers: Vec<JoinHandle<Result<(), String>>>,
+    readers: Readers,
     fill: Option<Fill>,
     profile: Option<ProfilePrefetch>,
     bad_at_start: u64,
@@ -77,7 +88,7 @@ impl World {
             volume,
             counters: Arc::default(),
             limits,
-            readers: Vec::new(),
+            readers: Readers::default(),
             fill: None,
             profile: None,
         }
@@ -85,13 +96,7 @@ impl World {
 
     /// Some blocks of the image.
     pub(crate) fn some_range(&self, rng: &mut Rng) -> ByteRange {
-        let all = self.model.range();
-        let blocks = all.len() / BLOCK_SIZE;
-        let first = rng.below(blocks);
-        let len = 1 + rng.below(READ_BLOCKS_MAX.min(blocks - first));
-        // Most reads are small.
-        let len = if rng.below(3) > 0 { len.min(1 + rng.below(4)) } else { len };
-        range(all.start() + first * BLOCK_SIZE, len * BLOCK_SIZE)
+        some_range(&self.model, rng)
     }
 
     /// Starts a read that is given up after `patience`.
@@ -103,13 +108,7 @@ impl World {
             volume: Arc::clone(&self.volume),
             counters: Arc::clone(&self.counters),
         };
-        self.readers.push(tokio::spawn(async move {
-            let reading = reader.read(range);
-            match patience {
-                None => reading.await,
-                Some(patience) => timeout(patience, reading).await.unwrap_or(Ok(())),
-            }
-        }));
+        self.readers.start(reader, range, patience);
     }
 
     /// The cache's thread takes its turn.
@@ -150,10 +149,7 @@ impl World {
 
     /// Waits for all readers.
     pub(crate) async fn join(&mut self) -> Result<(), String> {
-        for reader in self.readers.drain(..) {
-            reader.await.map_err(|error| format!("a reader died: {error}"))??;
-        }
-        Ok(())
+        self.readers.join().await
     }
 
     /// Waits until nothing is going on, and compares the accounts.
@@ -323,13 +319,38 @@ fn settings(rng: &mut Rng) -> CacheSettings {
     }
 }
 
+/// Reads that are going on.
+#[derive(Default)]
+pub(crate) struct Readers(Vec<JoinHandle<Result<(), String>>>);
+
+impl Readers {
+    /// Starts a read that is given up after `patience`.
+    pub(crate) fn start(&mut self, reader: Reader, range: ByteRange, patience: Option<Duration>) {
+        self.0.push(tokio::spawn(async move {
+            let reading = reader.read(range);
+            match patience {
+                None => reading.await,
+                Some(patience) => timeout(patience, reading).await.unwrap_or(Ok(())),
+            }
+        }));
+    }
+
+    /// Waits for all of them.
+    pub(crate) async fn join(&mut self) -> Result<(), String> {
+        for reader in self.0.drain(..) {
+            reader.await.map_err(|error| format!("a reader died: {error}"))??;
+        }
+        Ok(())
+    }
+}
+
 /// The environment of a reader.
-struct Reader {
-    model: Arc<Model>,
-    disk: Disk,
-    source: FaultySource,
-    volume: Arc<SimVolume>,
-    counters: Arc<Counters>,
+pub(crate) struct Reader {
+    pub(crate) model: Arc<Model>,
+    pub(crate) disk: Disk,
+    pub(crate) source: FaultySource,
+    pub(crate) volume: Arc<SimVolume>,
+    pub(crate) counters: Arc<Counters>,
 }
 
 impl Reader {

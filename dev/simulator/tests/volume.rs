@@ -1,9 +1,11 @@
 //! The volume through random and through exhaustive failures.
 
-use simulator::{Report, crash_at_every_write, seeds, simulate};
+use simulator::{Report, SharedReport, crash_at_every_write, seeds, simulate, simulate_shared};
 
 /// Some 20 seconds on two cores, unoptimised.
 const SEEDS: u64 = 2000;
+/// Some ten seconds.
+const SHARED_SEEDS: u64 = 600;
 
 #[test]
 fn no_seed_breaks_the_promise() {
@@ -36,4 +38,19 @@ fn the_power_fails_at_every_write() {
             assert!(tried.crashes > tried.writes * tried.writes, "{tried:?}");
         }
     }
+}
+
+#[test]
+fn images_that_share_a_cache_with_a_hostile_one_keep_their_promise() {
+    let mut sum = SharedReport::default();
+    for seed in 0..seeds(SHARED_SEEDS) {
+        let report = simulate_shared(seed).unwrap_or_else(|error| panic!("{error}"));
+        sum.operations += report.operations;
+        sum.evicted += report.evicted;
+        sum.shared += report.shared;
+        sum.deaths += report.deaths;
+        sum.exposed += report.exposed;
+    }
+    println!("{sum:?}");
+    assert!(sum.evicted > 0 && sum.shared > 0 && sum.deaths > 0 && sum.exposed > 0, "{sum:?}");
 }
