@@ -431,12 +431,12 @@ pub const BUGS: &[Bug] = &[
         "a chunk that another image could not fetch is not asked for from the own source",
         &[(
             "fetch/chunk.rs",
-            "        (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)",
-            "        if BUG && may_be_cached && turn.is_none() && matches!(cached, Cached::Absent) {
+            "        (self.fetch(index, deadline, cost).await, false, turn)",
+            "        if BUG && may_be_cached && turn.is_none() {
                 let what = \"another image's fetch has failed\";
-                return (Err(Error::new(ErrorKind::Unavailable, what)), turn);
+                return (Err(Error::new(ErrorKind::Unavailable, what)), false, turn);
             }
-            (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)",
+            (self.fetch(index, deadline, cost).await, false, turn)",
         )],
     ),
     shared_cache(
@@ -444,9 +444,9 @@ pub const BUGS: &[Bug] = &[
         "an image is said to be damaged when the cache's bytes are wrong",
         &[(
             "fetch/cached.rs",
-            "            let is_corrupt = self.residency.doubt(index, &found)",
+            "            let is_corrupt = self.residency.doubt(index, found)",
             "            if BUG { self.engine.outage.map_is_damaged(); }
-            let is_corrupt = self.residency.doubt(index, &found)",
+            let is_corrupt = self.residency.doubt(index, found)",
         )],
     ),
     shared_cache(

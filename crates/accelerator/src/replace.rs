@@ -318,7 +318,7 @@ mod tests {
     fn a_dead_device_is_replaced_unless_dirty_blocks_went_with_it() {
         let files = Files::new();
         burgeon_accelerate::destroy(&files.open("old")).unwrap();
-        let gone = Dirty { name: "data".into(), ranges: vec![0..4096] };
+        let gone = Dirty { name: "data".into(), ranges: std::iter::once(0..4096).collect() };
         record_distrust(&files.folder.distrust(), &[gone]).unwrap();
         assert!(!files.replace(None));
         record_distrust(&files.folder.distrust(), &[]).unwrap();

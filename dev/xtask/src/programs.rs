@@ -62,7 +62,7 @@ pub(crate) const QUICK: [&str; 55] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 99] = [
+const OTHERS: [&str; 102] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
