@@ -536,7 +536,8 @@ fn the_kernel_counts_the_same_bytes() {
     {
         let (own, kernels) = (after[at] - before[at], kernels_after[at] - kernels_before[at]);
         assert!(own >= MIB, "{what}: {own}");
-        // Others may look at a device (udev); of its tidying the server counts the last block later.
+        // Others may look at a device (udev); of its tidying the server counts the last block
+        // later.
         let rest = if at < 2 { MIB } else { 64 << 10 };
         assert!(
             own.abs_diff(kernels) <= rest && (at == 2 || own <= kernels),

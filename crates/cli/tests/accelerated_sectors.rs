@@ -1,5 +1,5 @@
-//! Slow devices and cache devices with sectors of 512 bytes and of 4 KiB, in every mode: requests of
-//! each length that the device takes, compared byte by byte. Needs root.
+//! Slow devices and cache devices with sectors of 512 bytes and of 4 KiB, in every mode: requests
+//! of each length that the device takes, compared byte by byte. Needs root.
 
 #![allow(clippy::unwrap_used)]
 

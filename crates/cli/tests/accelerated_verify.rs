@@ -1,5 +1,5 @@
-//! ext4, XFS and btrfs on an accelerated device, verified by fio, by the checkers, and byte by byte:
-//! its server dies, both processes die, the power is cut. Needs root.
+//! ext4, XFS and btrfs on an accelerated device, verified by fio, by the checkers, and byte by
+//! byte: its server dies, both processes die, the power is cut. Needs root.
 //!
 //! A power cut is a copy of both files while the server is stopped: what the disks have at that
 //! moment. `ROUNDS` is the number of deaths and of cuts.

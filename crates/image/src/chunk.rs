@@ -37,8 +37,8 @@ pub struct Chunk {
     pub stored: ByteRange,
     /// Encoding of the stored bytes.
     pub codec: Codec,
-    /// BLAKE3 of the raw bytes (all `range.len()` of them). Of [`Codec::Verified`] the identity that
-    /// the object gives the stored range, or zeros if the image was made by an earlier version.
+    /// BLAKE3 of the raw bytes (all `range.len()` of them). Of [`Codec::Verified`] the identity
+    /// that the object gives the stored range, or zeros if an earlier version made the image.
     pub digest: Digest,
 }
 

@@ -249,7 +249,7 @@ mod tests {
         let path = folder.path().join("layer");
         let taken = Mutex::new(0);
         let digest = OciDigest::of(&layer);
-        let mut read = |fits: u64, must| {
+        let read = |fits: u64, must| {
             *taken.lock().unwrap() = 0;
             let allocate = |file: &File, offset: u64, len: u64| {
                 assert!(file.metadata().unwrap().len() <= offset, "nothing is written before");

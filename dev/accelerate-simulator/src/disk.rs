@@ -159,8 +159,8 @@ impl Disk {
         }
     }
 
-    /// Flips a bit of the first `len` bytes, behind the first blocks, and behind those that may not be
-    /// lost: the log, and the identities, whose second copies may not be durable yet
+    /// Flips a bit of the first `len` bytes, behind the first blocks, and behind those that may not
+    /// be lost: the log, and the identities, whose second copies may not be durable yet
     /// (`crates/accelerate/tests/identities.rs` has their rot).
     pub(crate) fn rot(&self, len: usize) {
         let mut state = self.state();

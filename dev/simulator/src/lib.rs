@@ -13,8 +13,8 @@
 //! keeps any subset of 512-byte sectors, may keep a block allocated and full of old garbage, and
 //! bits rot at any time; reads and writes fail, and a failing write may be half done. A source
 //! answers late, never, with an error, with too little, with wrong or with old bytes. Two images
-//! share chunks and a cache, and the checksums of one may be wrong; [`simulate_shared`] has three of
-//! them at once. Memory and the clock are good.
+//! share chunks and a cache, and the checksums of one may be wrong; [`simulate_shared`] has three
+//! of them at once. Memory and the clock are good.
 //!
 //! The promise. Every read gives the right bytes or an error; an error only while the source
 //! gives reason; within a bounded time; when the faults stop, everything can be filled and is then

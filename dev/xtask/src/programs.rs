@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 55] = [
+pub(crate) const QUICK: [&str; 56] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -55,6 +55,7 @@ pub(crate) const QUICK: [&str; 55] = [
     "tables",
     "tar",
     "troubleshooting",
+    "verified",
     "volume",
     "work",
     "write_back",

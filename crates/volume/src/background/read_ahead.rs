@@ -10,8 +10,8 @@
 //! the path by the present estimate. As the estimate grows, the size approaches the bytes that the
 //! path carries while a reader's own request is in flight. If a round trip is short, nothing is
 //! read ahead; if little of it is ever read, less (`tests`), but small files come with their
-//! neighbours in any case: their chunks are short for the sake of images that share them. Invariant: it takes background
-//! permits, and only those that are free.
+//! neighbours in any case: their chunks are short for the sake of images that share them.
+//! Invariant: it takes background permits, and only those that are free.
 
 use std::{sync::Arc, time::Duration};
 
