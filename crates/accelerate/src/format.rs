@@ -28,7 +28,7 @@ use zerocopy::{
     little_endian::{U32, U64},
 };
 
-pub use crate::layout::Layout;
+pub use crate::layout::{DEVICES_MAX, LOG_MIN, Layout, SIZE_MIN};
 use crate::{
     layout::EXTENTS_MAX,
     sets::{SETS_A_PART, WAYS},
@@ -40,13 +40,6 @@ pub const VERSION: u32 = 4;
 const VERSION_NOT_GROWN: u32 = 3;
 /// Bytes of a region, for which the bitmap has a bit.
 pub const REGION: u64 = 1 << 20;
-/// The most slow devices of one cache.
-pub const DEVICES_MAX: usize = 16;
-/// The smallest cache device.
-pub const SIZE_MIN: u64 = 1 << 20;
-/// The smallest and the largest log, in blocks.
-pub const LOG_MIN: u32 = 64;
-pub(crate) const LOG_MAX: u32 = 4 << 20;
 /// Counters of a device.
 pub const COUNTERS: usize = 16;
 /// Bytes of a device's name.

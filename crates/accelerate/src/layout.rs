@@ -18,11 +18,17 @@ use std::ops::Range;
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
 use crate::{
-    format::{DEVICES_MAX, LOG_MAX, LOG_MIN, SIZE_MIN},
     keys::KeyMapping,
     sets::{SETS_A_PART, WAYS},
 };
 
+/// The most slow devices of one cache.
+pub const DEVICES_MAX: usize = 16;
+/// The smallest cache device.
+pub const SIZE_MIN: u64 = 1 << 20;
+/// The smallest and the largest log, in blocks.
+pub const LOG_MIN: u32 = 64;
+const LOG_MAX: u32 = 4 << 20;
 /// The most extents: a cache can grow seven times.
 pub(crate) const EXTENTS_MAX: usize = 8;
 /// The smallest growth, in bytes.
@@ -258,11 +264,8 @@ impl Layout {
 mod tests {
     use burgeon_block::{BLOCK_SIZE, ErrorKind};
 
-    use super::{EXTENTS_MAX, Layout};
-    use crate::{
-        format::{DEVICES_MAX, SIZE_MIN},
-        sets::{SETS_A_PART, WAYS},
-    };
+    use super::{DEVICES_MAX, EXTENTS_MAX, Layout, SIZE_MIN};
+    use crate::sets::{SETS_A_PART, WAYS};
 
     #[test]
     fn the_parts_fill_the_device_and_do_not_overlap() {

@@ -12,8 +12,7 @@
 //! Invariant: while a cache has a dirty block of a device, its document is there, durably.
 
 use std::{
-    fs::{self, File},
-    io::{self, Write},
+    fs, io,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -24,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     disk::{Disk, PARTITION},
+    durable::put_durably,
     folder::{CacheFolder, hex},
 };
 
@@ -191,16 +191,6 @@ fn read(path: &Path) -> Option<DirtyOwner> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         text => Some(serde_json::from_slice(&text.unwrap_or_default()).unwrap_or_default()),
     }
-}
-
-/// Replaces a file and makes it durable, with its name and the name of its folder.
-pub(crate) fn put_durably(path: &Path, text: &[u8]) -> io::Result<()> {
-    let new = path.with_extension("new~");
-    let mut file = File::create(&new)?;
-    file.write_all(text)?;
-    file.sync_all()?;
-    fs::rename(&new, path)?;
-    path.ancestors().skip(1).take(2).try_for_each(|folder| File::open(folder)?.sync_all())
 }
 
 impl CacheFolder {

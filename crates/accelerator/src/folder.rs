@@ -26,8 +26,7 @@ use serde_json::Value;
 
 use crate::{
     control::{ControlRequest, ask},
-    dirty::put_durably,
-    replace::settle,
+    durable::put_durably,
 };
 
 /// `argv[0]` of the processes of a cache.
@@ -184,7 +183,6 @@ impl CacheFolder {
         if self.is_served() {
             return Ok(());
         }
-        settle(self);
         // An error that stops a supervisor is reported here, where the user sees it.
         drop(crate::disk::Disk::open(&self.cache()?)?);
         let path = self.0.join("log");

@@ -21,7 +21,7 @@ use std::{
 use burgeon_block::{Counters, Error, Result};
 
 use crate::{
-    dirty::put_durably,
+    durable::put_durably,
     times::{Kind, Times},
 };
 

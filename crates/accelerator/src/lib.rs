@@ -7,6 +7,7 @@
 //!   disk      devices and files       probe    what a device holds already
 //!   harden    staying alive when memory is short   looped   attaches the loop device
 //!   device    a cached device for the engine         shared   counters that outlive a server
+//!   durable   files that are replaced as a whole
 //!   lasting   distributions that outlive both processes
 //!   plan      what the supervisor tells the server
 //!   replace   another device under a cache
@@ -22,6 +23,7 @@ pub mod control;
 mod device;
 pub mod dirty;
 pub mod disk;
+mod durable;
 pub mod folder;
 mod harden;
 mod lasting;

@@ -21,8 +21,9 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    dirty::{Owners, gone, put_durably},
+    dirty::{Owners, gone},
     disk::Disk,
+    durable::put_durably,
     folder::{CacheFolder, hex},
 };
 

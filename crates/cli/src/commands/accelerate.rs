@@ -361,6 +361,9 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     }
     // Said here before anything starts; the supervisor opens it again, for good.
     drop(Disk::open(&attach.slow)?);
+    if !folder.is_served() {
+        settle(&folder);
+    }
     folder.start_supervisor()?;
     let done = folder.ask_supervisor(&ControlRequest::Attach(attach))?;
     if let Some(note) = done["note"].as_str() {
