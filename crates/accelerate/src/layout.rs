@@ -7,9 +7,9 @@
 //!   blocks of the log, parts of the index and slots are numbered through, extent by extent
 //! ```
 //!
-//! Sizes follow from the end of each extent and its part of the log, so the superblock stores these.
-//! A segment of the log lies in one extent, and its length is that of the first log: a growth changes
-//! no place that a record names.
+//! Sizes follow from the end of each extent and its part of the log, so the superblock stores
+//! these. A segment of the log lies in one extent, and its length is that of the first log: a
+//! growth changes no place that a record names.
 //!
 //! Invariants (held by the tests below): parts do not overlap, and end within the device.
 

@@ -9,8 +9,8 @@ use crate::{
     store::{CacheStore, write_new},
 };
 
-/// Makes a cache on `file` for the slow devices of a former one: their counters go on, and nothing is
-/// cached. `Invalid` if it is too small for one of them.
+/// Makes a cache on `file` for the slow devices of a former one: their counters go on, and nothing
+/// is cached. `Invalid` if it is too small for one of them.
 pub fn create_for(
     file: &impl LocalFile,
     layout: Layout,

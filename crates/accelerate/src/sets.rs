@@ -6,8 +6,8 @@
 //!   check: of each slot, the CRC-32C of its key and its 4 KiB
 //! ```
 //!
-//! A cache that has grown has an extent of sets for each growth, with a mapping of keys of its own. A
-//! new block goes to the extent that its number draws, a larger one more often. Blocks that were
+//! A cache that has grown has an extent of sets for each growth, with a mapping of keys of its own.
+//! A new block goes to the extent that its number draws, a larger one more often. Blocks that were
 //! cached before a growth stay in their sets, so a lookup asks all extents, the drawn one first.
 //!
 //! Lookups take no lock. A slot is changed by the one owner of its reservation (`policy`): first
@@ -90,8 +90,8 @@ impl Sets {
         extent.first_set + extent.keys.place(key).set
     }
 
-    /// The extent that the key draws. From the newest to the oldest, each takes its share of the sets
-    /// up to it: so a growth changes the draws of those keys alone that it takes.
+    /// The extent that the key draws. From the newest to the oldest, each takes its share of the
+    /// sets up to it: so a growth changes the draws of those keys alone that it takes.
     #[inline]
     fn drawn(&self, key: Key) -> usize {
         let has_place = |extent: &Extent| key.block < extent.keys.blocks_max();

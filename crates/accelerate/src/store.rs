@@ -127,8 +127,8 @@ pub(crate) fn write_new(file: &impl LocalFile, head: &Super) -> Result<()> {
     file.sync()
 }
 
-/// Has the cache on `file` take a device or file that has become larger, `size` bytes now. Blocks stay
-/// cached, and dirty. Nothing else uses the cache meanwhile. `Invalid` if it cannot grow so.
+/// Has the cache on `file` take a device or file that has become larger, `size` bytes now. Blocks
+/// stay cached, and dirty. Nothing else uses the cache meanwhile. `Invalid` if it cannot grow so.
 pub fn grow(file: &impl LocalFile, size: u64) -> Result<()> {
     let mut head = read_super(file, size)?;
     head.layout = head.layout.grown(size)?;

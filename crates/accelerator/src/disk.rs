@@ -122,8 +122,8 @@ impl Disk {
         self.size
     }
 
-    /// Makes a file of `size` bytes of it, which are allocated. `Invalid` for a device, and for one that
-    /// is larger.
+    /// Makes a file of `size` bytes of it, which are allocated. `Invalid` for a device, and for one
+    /// that is larger.
     pub fn extend(&self, size: u64) -> Result<()> {
         let path = self.path.display();
         if self.numbers().is_some() {

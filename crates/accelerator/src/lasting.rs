@@ -6,8 +6,8 @@
 //!   attach ──► into the memory, once       each 30 s, after a flush, at the end ──► replaced, durably
 //! ```
 //!
-//! Invariants: a file is old or new, never half of either. What is lost with supervisor and server is
-//! at most [`EVERY`] old.
+//! Invariants: a file is old or new, never half of either. What is lost with supervisor and server
+//! is at most [`EVERY`] old.
 
 use std::{
     collections::BTreeMap,
@@ -79,7 +79,8 @@ impl Lasting {
         Ok(document)
     }
 
-    /// Stores the values if they have changed, and were stored long ago or the caller wants it `now`.
+    /// Stores the values if they have changed, and were stored long ago or the caller wants it
+    /// `now`.
     pub(crate) fn store(&self, times: &Times, engine: &Counters, now: bool) -> Result<()> {
         let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, known) = &mut *stored;

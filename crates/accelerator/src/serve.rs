@@ -322,8 +322,9 @@ impl Serving {
         self.writing_back.write_all();
     }
 
-    /// Writes back what nobody else would: without a supervisor; and what users have written since the
-    /// supervisor asked for all of it, because a block that is dirty stays so while it is rewritten.
+    /// Writes back what nobody else would: without a supervisor; and what users have written since
+    /// the supervisor asked for all of it, because a block that is dirty stays so while it is
+    /// rewritten.
     fn write_back_at_the_end(&self) {
         let is_orphan = self.is_orphan.load(SeqCst);
         for device in self.devices.iter().filter(|it| is_orphan || it.ends.load(SeqCst)) {

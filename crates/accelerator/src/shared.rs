@@ -74,8 +74,8 @@ impl SharedCells {
         &self.memory().times
     }
 
-    /// Has `restore` replace the distributions of new memory, before anybody counts. If a server dies
-    /// within it, the next one does it again.
+    /// Has `restore` replace the distributions of new memory, before anybody counts. If a server
+    /// dies within it, the next one does it again.
     pub(crate) fn restore_once(&self, restore: impl FnOnce(&Times)) {
         if self.memory().restored.load(SeqCst) == 0 {
             restore(self.times());

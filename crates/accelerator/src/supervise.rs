@@ -458,8 +458,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts a server of all devices, and waits until it serves. Returns the result of a change that
-    /// it was asked for; without a server, the next one is.
+    /// Starts a server of all devices, and waits until it serves. Returns the result of a change
+    /// that it was asked for; without a server, the next one is.
     fn start_server(&mut self) -> Result<Option<Result<Value>>> {
         let distrust = self.folder.distrust();
         let is_distrusted = distrust.exists();

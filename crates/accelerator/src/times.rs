@@ -6,9 +6,9 @@
 //!   write ─► until it returned; flush (and FUA) ─► until it was durable
 //! ```
 //!
-//! They lie in the memory of the counters, and outlive it in the state directory ([`crate::lasting`]).
-//! Hits that the request engine reads through its ring are in its own counters; [`Times::with`] adds
-//! the two.
+//! They lie in the memory of the counters, and outlive it in the state directory
+//! ([`crate::lasting`]). Hits that the request engine reads through its ring are in its own
+//! counters; [`Times::with`] adds the two.
 
 use std::time::Instant;
 
@@ -75,8 +75,8 @@ impl Times {
         &self.0[kind as usize]
     }
 
-    /// The distribution of a kind. `engine` has the counters of the request engine: of its hits, each
-    /// is a block of the cache device.
+    /// The distribution of a kind. `engine` has the counters of the request engine: of its hits,
+    /// each is a block of the cache device.
     pub(crate) fn with(&self, engine: &Counters, kind: Kind) -> HistogramSnapshot {
         let own = self.of(kind).snapshot();
         if kind == Kind::ReadCache { own.with(&engine.hit_latency.snapshot()) } else { own }

@@ -56,8 +56,8 @@ impl Supervisor {
         self.change(Change::Grow)
     }
 
-    /// Puts another device under the cache; or tells how many dirty bytes are left to be written back
-    /// before. What becomes dirty later is written back while the server ends.
+    /// Puts another device under the cache; or tells how many dirty bytes are left to be written
+    /// back before. What becomes dirty later is written back while the server ends.
     pub(super) fn replace(&mut self, path: &Path, log_size: Option<u64>) -> Result<Value> {
         let new = Disk::open(path)?;
         let names: Vec<_> = self.devices.iter().map(|it| it.options.name.clone()).collect();

@@ -175,8 +175,8 @@ pub(super) fn status(context: &Context, name: Option<&str>) -> Result<ExitCode> 
     })
 }
 
-/// All bytes that the device has had written to the cache device, and how many times the bytes of the
-/// blocks among them that is.
+/// All bytes that the device has had written to the cache device, and how many times the bytes of
+/// the blocks among them that is.
 fn to_cache(device: &Value) -> (u64, Option<f64>) {
     let count = |key: &str| device["counters"][key].as_u64().unwrap_or(0);
     let blocks = count("cache_written_bytes");
