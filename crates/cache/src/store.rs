@@ -87,8 +87,8 @@ impl fmt::Debug for Hold {
 
 /// A store of verified chunks that forgets what it likes.
 ///
-/// `find` and `is_at` may be asked from any thread, and take a short lock. `read`, `try_read`, `local_file`
-/// and `touch` take no lock and allocate nothing. The others may block.
+/// `find` and `is_at` may be asked from any thread, and take a short lock. `read`, `try_read`,
+/// `local_file` and `touch` take no lock and allocate nothing. The others may block.
 pub trait ChunkStore: Send + Sync + 'static {
     /// The place of the chunk with this key, if it was admitted and is not forgotten.
     fn find(&self, key: &ChunkKey) -> Option<Place>;
