@@ -192,10 +192,10 @@ impl<'a, R> Tee<'a, R> {
     /// emptied, and not written again.
     fn make_room(&mut self, more: u64) -> io::Result<()> {
         let (Some(room), Some(file)) = (&self.room, &self.spool) else { return Ok(()) };
-        while self.allocated < self.len + more {
+        let end = self.len + more;
+        while self.allocated < end {
             // A layer longer than its size is refused at its end.
-            let rest = room.size.saturating_sub(self.allocated).max(more);
-            let piece = PIECE.min(rest);
+            let piece = PIECE.min(room.size.max(end) - self.allocated);
             if !(room.allocate)(file, self.allocated, piece) {
                 file.set_len(0)?;
                 self.spool = None;
