@@ -10,7 +10,7 @@ use crate::{
     arena::Arenas,
     index::KeyIndex,
     journal::{Event, Record},
-    owners::{Number, Owners},
+    owners::{NOBODY, Number, Owners},
     policy::ChunkPolicy,
     reuse::Reuse,
     slots::{Chunk, Location, SLOTS_MAX, Slots},
@@ -47,13 +47,18 @@ pub(crate) enum Reservation {
 pub(crate) struct Admin {
     pub(crate) policy: Box<dyn ChunkPolicy>,
     pub(crate) reuse: Reuse,
-    /// Bytes of living chunks, of those being written, and of those not punched yet.
+    /// Bytes of living chunks that are not lent, of those being written, and of those not punched
+    /// yet.
     pub(crate) used: u64,
     /// Bytes whose writes have begun, and those whose writes have returned: never less than is in
     /// flight, if the second is read before the file system's free space and the first after it.
     pub(crate) started: u64,
     pub(crate) finished: u64,
     pub(crate) chunks: u64,
+    /// Lent chunks (`lending.rs`): a bit a slot, none beyond its end; their number and bytes.
+    lent: Vec<u64>,
+    lent_chunks: u64,
+    pub(crate) lent_bytes: u64,
     free: Vec<u32>,
     pub(crate) slots_end: u32,
     pub(crate) current: Option<Current>,
@@ -76,6 +81,9 @@ impl Admin {
             started: 0,
             finished: 0,
             chunks: 0,
+            lent: Vec::new(),
+            lent_chunks: 0,
+            lent_bytes: 0,
             free: Vec::new(),
             slots_end: 0,
             current: None,
@@ -172,6 +180,7 @@ impl Admin {
         arenas: &Arenas,
     ) -> Option<u64> {
         let chunk = slots.chunk(slot)?;
+        self.set_lent(slot, false, slots, (index, arenas));
         if !index.remove(&chunk.key, slot, slots) {
             return None;
         }
@@ -189,6 +198,50 @@ impl Admin {
         Some(bytes)
     }
 
+    /// True if the chunk in `slot` is lent.
+    pub(crate) fn is_lent(&self, slot: u32) -> bool {
+        self.lent.get(slot as usize / 64).is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    }
+
+    /// Lends the chunk in `slot`, which then takes no space, has no owner and is not evicted; or
+    /// counts it again.
+    pub(crate) fn set_lent(
+        &mut self,
+        slot: u32,
+        is_lent: bool,
+        slots: &Slots,
+        (index, arenas): (&KeyIndex, &Arenas),
+    ) {
+        if is_lent == self.is_lent(slot) {
+            return;
+        }
+        let (Some(chunk), Some(place)) = (slots.chunk(slot), slots.place(slot)) else { return };
+        let Some(arena) = arenas.get(chunk.location.arena) else { return };
+        let (word, bytes) = (slot as usize / 64, chunk.about.bytes());
+        if self.lent.len() <= word {
+            self.lent.resize(word + 1, 0);
+        }
+        self.lent[word] ^= 1 << (slot % 64);
+        match is_lent {
+            true => {
+                self.used = self.used.saturating_sub(bytes);
+                arena.lent.fetch_add(bytes, Relaxed);
+                self.lent_bytes += bytes;
+                self.lent_chunks += 1;
+                self.owners.went(slot, bytes);
+                self.policy.removed(slot);
+            }
+            false => {
+                self.used += bytes;
+                arena.lent.fetch_sub(bytes, Relaxed);
+                self.lent_bytes -= bytes;
+                self.lent_chunks -= 1;
+                self.owners.came((slot, place), bytes, NOBODY, slots);
+                self.policy.inserted(slot, index.hash(&chunk.key), bytes as u32, Why::Read);
+            }
+        }
+    }
+
     /// Forgets the next chunk of an owners' limit. `None` if all of them are held.
     pub(crate) fn evict_of(
         &mut self,
@@ -203,9 +256,9 @@ impl Admin {
         self.remove(slot, slots, index, arenas)
     }
 
-    /// The next slot to evict: not one that is held.
+    /// The next slot to evict: not one that is held, or lent.
     pub(crate) fn victim(&mut self, slots: &Slots, held_max: u64) -> Option<u32> {
-        if self.chunks == 0 {
+        if self.chunks == self.lent_chunks {
             return None;
         }
         let free = |held: &HashMap<ChunkKey, u32>, slot| {
@@ -227,7 +280,8 @@ impl Admin {
         // The policy names held chunks only, or none: the next one that is not held.
         for _ in 0..self.slots_end {
             self.scan = (self.scan + 1) % self.slots_end;
-            if slots.chunk(self.scan).is_some() && free(&self.held, self.scan) {
+            let may_go = slots.chunk(self.scan).is_some() && !self.is_lent(self.scan);
+            if may_go && free(&self.held, self.scan) {
                 return Some(self.scan);
             }
         }

@@ -30,6 +30,8 @@ pub(crate) struct Arena {
     pub(crate) id: AtomicU32,
     /// Bytes of the places that were given, and not yet freed.
     pub(crate) live: AtomicU64,
+    /// Bytes of lent chunks among them.
+    pub(crate) lent: AtomicU64,
     /// Bytes of address space: up to the next place.
     pub(crate) len: AtomicU64,
     /// The order in which arenas were retired; 0 before, and while the file is still emptied.
@@ -39,7 +41,8 @@ pub(crate) struct Arena {
 impl Arena {
     pub(crate) fn new(file: Box<dyn DiskFile>, id: u32, len: u64) -> Self {
         let waits = file.waiting_fd().is_some();
-        Self { file, waits, id: id.into(), live: 0.into(), len: len.into(), retired: 0.into() }
+        let [live, lent, retired] = [const { AtomicU64::new(0) }; 3];
+        Self { file, waits, id: id.into(), live, lent, len: len.into(), retired }
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -94,6 +97,12 @@ impl Arenas {
     pub(crate) fn address_space(&self) -> u64 {
         self.iter().map(|(_, arena)| arena.len.load(Relaxed)).sum()
     }
+
+    /// The same without arenas that hold lent chunks: those stay as long as there may be more.
+    pub(crate) fn counted_address_space(&self) -> u64 {
+        let counted = self.iter().filter(|(_, arena)| arena.lent.load(Relaxed) == 0);
+        counted.map(|(_, arena)| arena.len.load(Relaxed)).sum()
+    }
 }
 
 /// The name of the file of a retired arena that waits for its next name.
@@ -101,8 +110,8 @@ pub(crate) fn spare(index: u32) -> String {
     format!("spare-{index:08x}")
 }
 
-/// The name of the arena's file.
-pub(crate) fn name(id: u32) -> String {
+/// The name of the file of the arena with this number.
+pub fn name(id: u32) -> String {
     format!("arena-{id:08x}")
 }
 

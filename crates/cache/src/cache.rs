@@ -28,6 +28,7 @@ use burgeon_block::{Error, Result};
 use crate::{
     Amount, CacheReport, CacheSettings, ChunkKey,
     disk::{CacheDisk, DiskFolder},
+    lending::{ArenaRange, LentRange},
     policy::ChunkPolicy,
     scrub,
     shared::{Shared, lock},
@@ -50,7 +51,18 @@ impl Cache {
         settings: CacheSettings,
         policy: Box<dyn ChunkPolicy>,
     ) -> Result<Self> {
-        let mut cache = Self::over(Arc::new(DiskFolder::new(path)?), settings, policy);
+        Self::open_lending(path, settings, policy, Vec::new())
+    }
+
+    /// The same; the chunks in the ranges `lent` are lent, before any is evicted.
+    pub fn open_lending(
+        path: &Path,
+        settings: CacheSettings,
+        policy: Box<dyn ChunkPolicy>,
+        lent: Vec<LentRange>,
+    ) -> Result<Self> {
+        let mut cache =
+            Self::over_lending(Arc::new(DiskFolder::new(path)?), settings, policy, lent);
         let (shared, upkeep) = (cache.shared.clone(), cache.upkeep.clone());
         let thread = std::thread::Builder::new().name("cache".to_owned());
         let thread = thread.spawn(move || upkeep::run(&upkeep, &shared));
@@ -65,8 +77,20 @@ impl Cache {
         settings: CacheSettings,
         policy: Box<dyn ChunkPolicy>,
     ) -> Self {
+        Self::over_lending(disk, settings, policy, Vec::new())
+    }
+
+    /// [`Self::open_lending`] on `disk`, as [`Self::over`].
+    pub fn over_lending(
+        disk: Arc<dyn CacheDisk>,
+        settings: CacheSettings,
+        policy: Box<dyn ChunkPolicy>,
+        lent: Vec<LentRange>,
+    ) -> Self {
         let shared = Arc::new(Shared::new(disk, settings, policy));
         let cache = Self { shared, upkeep: Arc::default(), thread: None };
+        // Before the first round, which loads the chunks and evicts those beyond the limit.
+        cache.lend(lent);
         cache.upkeep();
         cache
     }
@@ -122,6 +146,28 @@ impl Cache {
                 return;
             }
         }
+    }
+
+    /// The place of the chunk with `key` on the disk: a hint, because it may be evicted or moved at
+    /// any moment.
+    pub fn range_of(&self, key: &ChunkKey) -> Option<ArenaRange> {
+        let shared = &*self.shared;
+        let chunk = shared.slots.chunk(shared.index.find(key, &shared.slots)?)?;
+        // The slot may have been given to another chunk in between.
+        if chunk.key != *key {
+            return None;
+        }
+        let arena = shared.arenas.get(chunk.location.arena)?.id();
+        let range = ArenaRange { arena, block: chunk.location.block, blocks: chunk.about.blocks() };
+        (arena != 0).then_some(range)
+    }
+
+    /// The chunks in these ranges are lent from now on, and no others.
+    pub fn lend(&self, ranges: Vec<LentRange>) {
+        let mut upkeep = lock(&self.upkeep);
+        upkeep.lend(&self.shared, ranges);
+        drop(upkeep);
+        self.shared.wake();
     }
 
     /// Reads every chunk once, at most `bytes_per_second`, and forgets those whose bytes are not

@@ -13,7 +13,10 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Pages, Result, read_or_zeros};
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock, fstatvfs, syncfs};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, flock, fstatvfs, statx,
+    syncfs,
+};
 
 /// Space of a file system, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,6 +75,9 @@ pub trait DiskFile: Send + Sync {
     fn sizes(&self) -> Result<(u64, u64)>;
     /// Makes what was written durable.
     fn sync(&self) -> Result<()>;
+    /// Tells the file from all others of its file system, also from those made after its removal;
+    /// 0 if that is unknown ([`identity`]).
+    fn identity(&self) -> u64;
     /// Its descriptor, if its reads wait for a disk; `None` if they find their bytes in memory.
     fn waiting_fd(&self) -> Option<BorrowedFd<'_>>;
 }
@@ -112,7 +118,8 @@ impl DiskFolder {
         let open = |direct: bool, create| Self::options(direct).create_new(create).open(&path);
         let in_memory = IN_MEMORY.contains(&self.kind);
         let wrap = |file, direct| {
-            Ok(Box::new(FolderFile { file, path: path.clone(), direct, in_memory }) as _)
+            let (identity, path) = (identity(&file), path.clone());
+            Ok(Box::new(FolderFile { file, identity, path, direct, in_memory }) as _)
         };
         let error = |error| failed("open", &path, error);
         if access == IoMode::Bytes {
@@ -295,8 +302,24 @@ impl CacheDisk for Refused {
     }
 }
 
+/// Tells a file from all others of its file system, also from those made after its removal: inodes
+/// are used again. 0 if the file system does not say when the file was made.
+pub fn identity(file: &File) -> u64 {
+    let asked = StatxFlags::INO | StatxFlags::BTIME;
+    let Ok(is) = statx(file, "", AtFlags::EMPTY_PATH, asked) else { return 0 };
+    if !StatxFlags::from_bits_retain(is.stx_mask).contains(asked) {
+        return 0;
+    }
+    // Without the device, whose number may be another one after a restart of the machine.
+    let born = is.stx_btime;
+    let words = [is.stx_ino, born.tv_sec as u64, born.tv_nsec.into()].map(u64::to_le_bytes);
+    let hash = blake3::hash(words.as_flattened());
+    hash.as_bytes().first_chunk().map_or(0, |first| u64::from_le_bytes(*first))
+}
+
 struct FolderFile {
     file: File,
+    identity: u64,
     path: PathBuf,
     direct: bool,
     in_memory: bool,
@@ -364,6 +387,10 @@ impl DiskFile for FolderFile {
 
     fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|error| failed("sync", &self.path, error))
+    }
+
+    fn identity(&self) -> u64 {
+        self.identity
     }
 
     fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -27,6 +27,7 @@ mod hold;
 mod index;
 pub mod journal;
 mod key;
+mod lending;
 mod load;
 mod memory_fifo;
 mod owners;
@@ -44,8 +45,10 @@ mod sync;
 pub mod testing;
 mod upkeep;
 
+pub use arena::name as arena_name;
 pub use cache::Cache;
 pub use key::{ChunkKey, Domain, KeyKind};
+pub use lending::{ArenaRange, LentRange};
 pub use owners::{ChunkOwner, OwnedBytes, Scope};
 pub use persist::is_own_name;
 pub use report::CacheReport;

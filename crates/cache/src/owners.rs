@@ -88,12 +88,14 @@ struct Limited {
 }
 
 impl Limited {
-    fn add(&mut self, place: Place, bytes: u64, slots: &Slots) {
+    fn add(&mut self, place: Place, bytes: u64, (slots, of_slot): (&Slots, &[u16])) {
         self.used += bytes;
         self.chunks += 1;
         self.queue.push_back(place);
         if self.queue.len() > 2 * self.chunks + LOOKS {
-            self.queue.retain(|place| current(*place, slots).is_some());
+            let owner = |slot: u32| of_slot.get(slot as usize).map_or(NOBODY, |word| word & !READ);
+            let is_owned = |slot| owner(slot) != NOBODY;
+            self.queue.retain(|place| current(*place, slots).is_some_and(is_owned));
         }
     }
 }
@@ -195,11 +197,11 @@ impl Owners {
         }
         self.of_slot[slot as usize] = owner;
         for limit in &self.owned[usize::from(owner)].limits {
-            self.limits[*limit].add(place, bytes, slots);
+            self.limits[*limit].add(place, bytes, (slots, &self.of_slot));
         }
     }
 
-    /// The chunk of `bytes` in `slot` is gone.
+    /// The chunk of `bytes` in `slot` is gone, or lent.
     pub(crate) fn went(&mut self, slot: u32, bytes: u64) {
         let owner = usize::from(self.of(slot));
         let owned = &mut self.owned[owner];
@@ -259,6 +261,10 @@ impl Owners {
                 let place = queue.pop_front()?;
                 let Some(slot) = current(place, slots) else { continue };
                 let word = of_slot.get_mut(slot as usize)?;
+                if *word & !READ == NOBODY {
+                    // It is lent.
+                    continue;
+                }
                 let was_read = *word & READ != 0;
                 *word &= !READ;
                 let stays = is_held(slot) || spares_read && was_read;
@@ -296,7 +302,7 @@ impl Owners {
                 continue;
             };
             for limit in limits {
-                self.limits[*limit].add(place, chunk.about.bytes(), slots);
+                self.limits[*limit].add(place, chunk.about.bytes(), (slots, &self.of_slot));
             }
         }
     }

@@ -5,7 +5,8 @@ use crate::HitPermille;
 /// The figures of a cache. Counts are of this process; bytes are of whole blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CacheReport {
-    /// Bytes that the cache takes now, with those in flight and those not yet freed.
+    /// Bytes that the cache takes now, with those in flight and those not yet freed, without lent
+    /// ones.
     pub used: u64,
     /// Most that it may take now.
     pub limit: u64,
@@ -15,6 +16,8 @@ pub struct CacheReport {
     pub free: u64,
     /// Chunks that are found.
     pub chunks: u64,
+    /// Bytes of chunks that are lent.
+    pub lent: u64,
     /// Bytes of chunks that holds keep.
     pub held: u64,
     /// Bytes of chunks admitted.
@@ -39,7 +42,8 @@ pub struct CacheReport {
     pub write_errors: u64,
     /// Estimated hits at half the size, this size, and twice the size, once enough was read.
     pub hit_permille: Option<HitPermille>,
-    /// Bytes of address space in all arenas: at most twice the limit, and one arena.
+    /// Bytes of address space in all arenas: at most twice the limit, one arena, and those
+    /// that hold lent chunks.
     pub address_space: u64,
 }
 

@@ -179,7 +179,7 @@ impl Shared {
 
     fn try_make_arena(&self, bounds: Bounds) -> Result<(u32, u32)> {
         let blocks = self.arena_blocks(bounds.limit);
-        if self.arenas.address_space() > bounds.limit.saturating_mul(2) {
+        if self.arenas.counted_address_space() > bounds.limit.saturating_mul(2) {
             self.wake();
             return Err(Error::new(ErrorKind::Unavailable, "the cache's arenas are not empty yet"));
         }
@@ -249,9 +249,10 @@ impl Shared {
     /// The figures of now.
     pub(crate) fn report(&self) -> CacheReport {
         let space = self.disk.space().unwrap_or(Space { size: 0, free: 0 });
-        let (used, chunks, held, hit_permille) = {
+        let (used, lent, chunks, held, hit_permille) = {
             let admin = lock(&self.admin);
-            (admin.used, admin.chunks, admin.held_bytes, admin.reuse.hit_permille())
+            let (used, lent) = (admin.used, admin.lent_bytes);
+            (used, lent, admin.chunks, admin.held_bytes, admin.reuse.hit_permille())
         };
         let (bounds, tally) = (self.bounds(space, used, 0), &self.tally);
         CacheReport {
@@ -260,6 +261,7 @@ impl Shared {
             floor: bounds.floor,
             free: space.free,
             chunks,
+            lent,
             held,
             admitted: tally.admitted.get(),
             refused: tally.refused.get(),

@@ -16,6 +16,7 @@ use crate::{
     arena::{self, ARENAS_MAX, Arena, spare},
     hold,
     journal::Event,
+    lending::{self, LentRange},
     load,
     persist::Persist,
     shared::{Shared, lock},
@@ -34,6 +35,8 @@ pub(crate) struct Upkeep {
     persist: Persist,
     /// Arenas that may hold bytes of no chunk, each with their number.
     gaps: Vec<(u32, u64)>,
+    /// Lent ranges, whose chunks are not loaded yet.
+    lent: Vec<LentRange>,
     retired: u64,
 }
 
@@ -73,6 +76,7 @@ impl Upkeep {
                 return Ok(());
             }
             load::run(shared, &mut self.persist, &mut self.gaps)?;
+            lending::apply(shared, std::mem::take(&mut self.lent));
             shared.gate.written();
             shared.is_taken.store(true, Relaxed);
         }
@@ -87,6 +91,14 @@ impl Upkeep {
             self.flush(shared, false);
         }
         Ok(())
+    }
+
+    /// Lends the chunks in these ranges, also those that are loaded later, and no others.
+    pub(crate) fn lend(&mut self, shared: &Shared, ranges: Vec<LentRange>) {
+        match shared.is_taken.load(Relaxed) {
+            true => lending::apply(shared, ranges),
+            false => self.lent = ranges,
+        }
     }
 
     /// Writes the records that wait; `all` of them, or when there are enough.
@@ -236,7 +248,7 @@ impl Upkeep {
         let bounds = shared.bounds_now()?;
         let arena_len = u64::from(shared.arena_blocks(bounds.limit)) * BLOCK_SIZE;
         let count = shared.arenas.iter().count();
-        let space = shared.arenas.address_space();
+        let space = shared.arenas.counted_address_space();
         // One is emptied before the next is needed; a small cache is not emptied for it.
         let ahead = arena_len.min(bounds.limit / 4);
         if space <= bounds.limit.saturating_mul(2) - ahead && count < ARENAS_MAX {
@@ -245,8 +257,11 @@ impl Upkeep {
         let current = lock(&shared.admin).current.as_ref().map(|current| current.arena);
         let emptiest = shared.arenas.iter().filter(|(index, _)| Some(*index) != current);
         // An arena that is still being made is not there yet, or has chunks in flight.
-        let emptiest = emptiest.min_by_key(|(_, arena)| arena.live.load(Relaxed));
-        let Some((index, _)) = emptiest else { return Ok(()) };
+        // Lent chunks that move are lent no more: such arenas come last, and only for a descriptor.
+        let order = |arena: &Arena| (arena.lent.load(Relaxed), arena.live.load(Relaxed));
+        let emptiest = emptiest.min_by_key(|(_, arena)| order(arena));
+        let may_go = |arena: &Arena| arena.lent.load(Relaxed) == 0 || count >= ARENAS_MAX;
+        let Some((index, _)) = emptiest.filter(|(_, arena)| may_go(arena)) else { return Ok(()) };
         for slot in chunks_in(shared, index) {
             let Some(chunk) = shared.slots.chunk(slot) else { continue };
             if chunk.location.arena != index {
@@ -288,6 +303,8 @@ impl Upkeep {
             shared.abandon(to, blocks, false);
             return Ok(true);
         }
+        // What it is lent to shares the space that it leaves.
+        admin.set_lent(slot, false, &shared.slots, (&shared.index, &shared.arenas));
         shared.slots.relocate(slot, to);
         admin.finished += bytes;
         admin.freed.push(Freed { location: chunk.location, blocks });

@@ -34,8 +34,9 @@ Examples:
   burgeon let-go /mnt/a
   burgeon mount app:7 /mnt/a --fill --let-go
 
-Afterwards the kernel alone serves all reads: no process of Burgeon is needed. It takes disk space for
-all data of the image, and for all that the mount's writes may still take.";
+Afterwards the kernel alone serves all reads: no process of Burgeon is needed. Data in the cache is
+shared with the mount where the file system can (btrfs, XFS). The rest takes disk space, and so does
+all that the mount's writes may still take.";
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct LetGo {

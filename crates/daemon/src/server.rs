@@ -20,6 +20,7 @@ mod cache;
 mod cache_parts;
 mod helpers;
 mod mounts;
+mod places;
 mod reads;
 mod refusing;
 mod served;
@@ -28,7 +29,7 @@ mod tasks;
 mod volumes;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     ops::Deref,
     os::{
         fd::{AsFd, OwnedFd},
@@ -83,6 +84,7 @@ use crate::{
     roles::{self, ServingIo},
     state::{
         files::{self, Lock},
+        loans,
         paths::StateDir,
         record::{Attach, Transport},
     },
@@ -120,6 +122,8 @@ struct Serving {
     /// Ends the scrub of the cache that runs.
     scrub: Mutex<Option<Arc<AtomicBool>>>,
     claimed: Mutex<Claimed>,
+    /// The records of plain files whose chunks are lent.
+    loans: Mutex<BTreeSet<loans::Seen>>,
     /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
@@ -191,13 +195,17 @@ fn begin(state_dir: &Path) -> Result<()> {
     let driver = driver.opened_by(device_opened_by(&opener, runtime.handle()));
     let driver = Arc::new(driver);
     let options = ServeOptions { driver, ..ServeOptions::new(runtime.handle().clone()) };
+    let lock = the_only_server(&state)?;
+    let (lent_to, lent) = loans::read_all(&state);
+    let cache = cache::open(&state, lent)?;
     let serving = Arc::new(Serving {
         io,
         options,
         runtime,
         folders,
-        _lock: the_only_server(&state)?,
-        cache: cache::open(&state)?,
+        _lock: lock,
+        cache,
+        loans: Mutex::new(lent_to),
         reads: Mutex::default(),
         scrub: Mutex::default(),
         claimed: Mutex::default(),
@@ -235,6 +243,7 @@ fn sample_reads(serving: &Arc<Serving>) {
     thread::spawn(move || {
         while let Some(serving) = reader.upgrade() {
             serving.look_at_reads().sample(Instant::now());
+            serving.look_after_loans();
             drop(serving);
             thread::sleep(reads::PERIOD);
         }
@@ -363,6 +372,7 @@ impl Serving {
                 ToServer::Waits { number, id, after } => {
                     self.tell(&FromServer::Waits { number, waits: self.waits(id, after) });
                 }
+                ToServer::Places { number, id, first } => self.tell_places(number, id, first),
                 ToServer::HelperSaid { number, said } => self.helpers.answered(number, said),
                 ToServer::Stop => return Ok(Disconnect::Stop),
                 ToServer::Unknown => {

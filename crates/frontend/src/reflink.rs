@@ -53,26 +53,28 @@ fn set_nodatasum(file: &File, on: bool) -> Result<()> {
     set().map_err(|errno| failed(what, errno))
 }
 
-/// Clones the whole blocks `blocks` of the virtual area's file `area` to `to` (a multiple of
-/// 4 KiB, in bytes) of `file`, whose end moves there if it was before. Nothing is read. `NoSpace`
-/// if the writable device has no room for the metadata.
-pub fn clone_blocks(area: &File, blocks: ByteRange, file: &File, to: u64) -> Result<()> {
+/// Clones the whole blocks `blocks` of the file `from`, such as the virtual area's, to `to` (a
+/// multiple of 4 KiB, in bytes) of `file`, whose end moves there if it was before. Nothing is read.
+/// `NoSpace` if the file system has no room for the metadata.
+pub fn clone_blocks(from: &File, blocks: ByteRange, file: &File, to: u64) -> Result<()> {
     if blocks.is_empty() || blocks.to_blocks() != blocks || !to.is_multiple_of(BLOCK_SIZE) {
-        let message = format!("{blocks} of the virtual area cannot be cloned to {to}");
+        let message = format!("{blocks} of a file cannot be cloned to {to}");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
     let (offset, len) = (blocks.start(), blocks.len());
-    let mut range = CloneRange { from: area.as_raw_fd().into(), offset, len, to };
+    let mut range = CloneRange { from: from.as_raw_fd().into(), offset, len, to };
     // SAFETY: FICLONERANGE reads one `file_clone_range`.
     let cloned = unsafe { ioctl_struct(file, FICLONERANGE, &mut range) };
     cloned.map(|_| ()).map_err(|cause| {
         let hint = match cause.raw_os_error() {
             Some(libc::EXDEV) => "; the target is on another file system",
-            Some(libc::EINVAL) => "; is it a file with data checksums, or beyond the area's end?",
+            Some(libc::EINVAL) => {
+                "; has one file data checksums and the other none, or is it beyond the end?"
+            }
             Some(libc::EROFS) => "; the mount is read-only",
             _ => "",
         };
-        failed(format!("cannot clone {blocks} of the virtual area{hint}"), cause)
+        failed(format!("cannot clone {blocks}{hint}"), cause)
     })
 }
 

@@ -252,6 +252,15 @@ pub const FAMILIES: &[Family] = &[
     family!("burgeon_cache_pinned_bytes", Gauge, &[], "Bytes of it that pins keep.", |it, out| {
         cache(it, out, |now| now.held);
     }),
+    family!(
+        "burgeon_cache_lent_bytes",
+        Gauge,
+        &[],
+        "Bytes of chunks that share their space with plain files (let-go), beside the bytes that it takes.",
+        |it, out| {
+            cache(it, out, |now| now.lent);
+        }
+    ),
     family!("burgeon_cache_chunks", Gauge, &[], "Chunks in it.", |it, out| {
         cache(it, out, |now| now.chunks);
     }),

@@ -86,6 +86,8 @@ pub struct CacheNow {
     pub free: u64,
     /// Kept by pins.
     pub held: u64,
+    /// Bytes of chunks that share their space with plain files.
+    pub lent: u64,
     /// Chunks, a number.
     pub chunks: u64,
     /// Bytes of reads in the last hour that local bytes alone have answered.

@@ -54,6 +54,16 @@ impl ChunkKeys for std::sync::Arc<AddressMap> {
     }
 }
 
+/// The key of chunk `index` of the image of `map` in `domain`; `None` if nothing identifies its
+/// bytes.
+pub fn chunk_key(
+    map: &std::sync::Arc<AddressMap>,
+    index: u32,
+    domain: &Domain,
+) -> Option<ChunkKey> {
+    map.key(index, domain)
+}
+
 /// The keys of all chunks of the image of `map` in `domain`.
 pub fn chunk_keys(map: &std::sync::Arc<AddressMap>, domain: &Domain) -> Vec<ChunkKey> {
     (0..map.count()).filter_map(|index| map.key(index, domain)).collect()

@@ -389,6 +389,10 @@ impl DiskFile for SimFile {
         LocalFile::sync(self)
     }
 
+    fn identity(&self) -> u64 {
+        self.number as u64 + 1
+    }
+
     fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 56] = [
+pub(crate) const QUICK: [&str; 57] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -31,6 +31,7 @@ pub(crate) const QUICK: [&str; 56] = [
     "injected_bugs",
     "interleavings",
     "layers",
+    "lending",
     "manifest",
     "memory",
     "metadata",
@@ -63,7 +64,7 @@ pub(crate) const QUICK: [&str; 56] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 102] = [
+const OTHERS: [&str; 103] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
@@ -118,6 +119,7 @@ const OTHERS: [&str; 102] = [
     "kubernetes",
     "layouts",
     "let_go",
+    "let_go_reflink",
     "lifecycle",
     "listed",
     "low_memory",

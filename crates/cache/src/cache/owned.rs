@@ -42,7 +42,8 @@ impl Cache {
                 else {
                     continue;
                 };
-                if number != NOBODY && admin.owners.of(slot) == NOBODY {
+                let is_free = admin.owners.of(slot) == NOBODY && !admin.is_lent(slot);
+                if number != NOBODY && is_free {
                     let bytes = chunk.about.bytes();
                     admin.owners.went(slot, bytes);
                     admin.owners.came((slot, place), bytes, number, &shared.slots);

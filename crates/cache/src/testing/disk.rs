@@ -366,6 +366,10 @@ impl DiskFile for Handle {
         Ok(())
     }
 
+    fn identity(&self) -> u64 {
+        self.file as u64 + 1
+    }
+
     fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -202,6 +202,7 @@ fn show(cache: &HostCache) {
         ("layers", format!("{} stored, which may be evicted", bytes(cache.layers.unwrap_or(0)))),
         ("limit", bytes(cache.limit)),
         ("floor", format!("{} stay free; {} are", bytes(cache.floor), bytes(cache.free))),
+        ("lent", format!("{} shared with plain files, not counted", bytes(cache.lent))),
         ("pinned", bytes(cache.held)),
         ("fetched", bytes(cache.read.fetched)),
         ("shared", format!("{} that another image had fetched", bytes(cache.shared))),

@@ -17,25 +17,39 @@ use crate::{
 pub(super) struct LetGone {
     /// Bytes of its data.
     bytes: u64,
-    /// The reason why only the next mount of its image has the plain file.
-    later: Option<String>,
+    gone: burgeon_daemon::let_go::LetGone,
 }
 
 impl LetGone {
     pub(super) fn to_json(&self, path: &Path) -> serde_json::Value {
-        json!({ "path": path, "bytes": self.bytes, "at_next_mount": self.later })
+        let LetGone { bytes, gone } = self;
+        json!({
+            "path": path,
+            "bytes": bytes,
+            "cloned": gone.cloned,
+            "copied": gone.copied,
+            "at_next_mount": gone.later,
+        })
     }
 
     pub(super) fn describe(&self, path: &Path) {
-        let (path, bytes) = (path.display(), bytes(self.bytes));
-        match &self.later {
+        let (path, LetGone { bytes: all, gone }) = (path.display(), self);
+        let made = match (gone.cloned, gone.copied) {
+            (0, _) => String::new(),
+            (cloned, copied) => {
+                format!(" ({} shared with the cache, {} copied)", bytes(cloned), bytes(copied))
+            }
+        };
+        let bytes = bytes(*all);
+        match &gone.later {
             None => println!(
-                "let {path} go: its {bytes} are in a plain file, and no process of Burgeon is \
-                 needed for it"
+                "let {path} go: its {bytes} are in a plain file{made}, and no process of Burgeon \
+                 is needed for it"
             ),
             Some(why) => println!(
-                "{path} is served on: {why}. Its {bytes} are in a plain file, and the next mount of \
-                 the image needs no process of Burgeon: unmount this one and mount the image again"
+                "{path} is served on: {why}. Its {bytes} are in a plain file{made}, and the next \
+                 mount of the image needs no process of Burgeon: unmount this one and mount the \
+                 image again"
             ),
         }
     }
@@ -64,8 +78,8 @@ pub(super) fn of_mount(context: &Context, path: &Path) -> Result<LetGone> {
     let (client, mount) = mount_of(context, &there, path)?;
     let progress = Progress::new("let-go");
     let update = |done: u64| progress.update(done, Some(mount.data_bytes));
-    let later = burgeon_daemon::let_go::let_go(&context.state, &client, mount.id, &update)
+    let gone = burgeon_daemon::let_go::let_go(&context.state, &client, mount.id, &update)
         .with_context(failed)?;
     progress.finish();
-    Ok(LetGone { bytes: mount.data_bytes, later })
+    Ok(LetGone { bytes: mount.data_bytes, gone })
 }

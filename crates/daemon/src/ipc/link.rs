@@ -11,6 +11,7 @@
 //!              ── Report ──► ◄── Report ───         numbers that only the server knows
 //!              ── Cache ───► ◄── Cache ────         an order about the host's cache is done
 //!              ── Waits ──► ◄── Waits ────         the last reads that had to wait
+//!              ── Places ─► ◄── Places ───         where the cache holds chunks of a mount
 //!              ◄── AskHelper ── HelperSaid ►       run a credential helper
 //!              ── Log ───────────────────►         change level and format of the log
 //!              ── Stop ───────────────────►         end, and do not wait for a supervisor
@@ -38,18 +39,18 @@ use serde::{Deserialize, Serialize};
 use crate::{
     id::MountId,
     ipc::protocol::{
-        AreaStatus, CacheAnswer, CacheStatus, DigestText, FillStatus, HostCache, ProfileStatus,
-        WaitStatus, WireError,
+        AreaStatus, CacheAnswer, CacheStatus, ChunkPlaces, DigestText, FillStatus, HostCache,
+        ProfileStatus, WaitStatus, WireError,
     },
     state::record::{Attach, ProfileSource, Transport},
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
 /// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. 5: there is no
-/// `AskHelper`. 6: a cache tells of no shared and no fetched bytes. An upgrade replaces the
-/// supervisor first, so each version understands the messages of the previous one and ignores those
-/// that only later ones have.
-pub(crate) const VERSION: u32 = 7;
+/// `AskHelper`. 6: a cache tells of no shared and no fetched bytes. 7: there is no `Places`, and a
+/// cache tells of no lent bytes. An upgrade replaces the supervisor first, so each version
+/// understands the messages of the previous one and ignores those that only later ones have.
+pub(crate) const VERSION: u32 = 8;
 
 /// The rate of a `Scrub` that only ends the one that runs. Earlier servers end it, too, and read
 /// nothing more than a chunk.
@@ -61,6 +62,9 @@ const FIRST_WITH_OPENER: u32 = 3;
 /// The first version whose servers share a cache.
 const FIRST_WITH_CACHE: u32 = 4;
 
+/// The first version whose servers tell where the cache holds chunks.
+const FIRST_WITH_PLACES: u32 = 8;
+
 /// The messages that a server understands beyond those of all versions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Understands {
@@ -70,17 +74,19 @@ pub(crate) struct Understands {
     pub(crate) opener: bool,
     /// `Cache`.
     pub(crate) cache: bool,
+    /// `Places`.
+    pub(crate) places: bool,
 }
 
 impl Understands {
     /// A server that says this of itself.
     pub(crate) fn as_told(refreshes: bool, version: u32) -> Self {
         let (opener, cache) = (version >= FIRST_WITH_OPENER, version >= FIRST_WITH_CACHE);
-        Self { refreshes, opener, cache }
+        Self { refreshes, opener, cache, places: version >= FIRST_WITH_PLACES }
     }
 
     /// A server of this very program.
-    pub(crate) const ALL: Self = Self { refreshes: true, opener: true, cache: true };
+    pub(crate) const ALL: Self = Self { refreshes: true, opener: true, cache: true, places: true };
 }
 
 fn first_version() -> u32 {
@@ -129,6 +135,8 @@ pub(crate) enum ToServer {
     Log { level: String, json: bool },
     /// List the last reads of the mount that had to wait, after number `after`.
     Waits { number: u64, id: MountId, after: u64 },
+    /// Name the places of the mount's chunks in the host's cache, from chunk `first` on.
+    Places { number: u64, id: MountId, first: u32 },
     /// The answer to an `AskHelper`: the helper's output, or the reason why there is none.
     HelperSaid { number: u64, said: Result<String, String> },
     /// End.
@@ -210,6 +218,8 @@ pub(crate) enum FromServer {
     Cache { number: u64, answer: CacheAnswer, error: Option<WireError> },
     /// The answer to a `Waits`.
     Waits { number: u64, waits: Vec<WaitStatus> },
+    /// The answer to a `Places`.
+    Places { number: u64, places: ChunkPlaces },
     /// Run the credential helper of this name, without `docker-credential-`, for a registry. The
     /// server may execute nothing.
     AskHelper { number: u64, helper: String, registry: String },
@@ -322,14 +332,15 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as versions 2 to 7 write it, after its receiver.
-    const RECORDED: [&str; 6] = [
+    /// A message of each kind, as versions 2 to 8 write it, after its receiver.
+    const RECORDED: [&str; 7] = [
         include_str!("link-2.txt"),
         include_str!("link-3.txt"),
         include_str!("link-4.txt"),
         include_str!("link-5.txt"),
         include_str!("link-6.txt"),
         include_str!("link-7.txt"),
+        include_str!("link-8.txt"),
     ];
 
     #[test]
@@ -347,15 +358,15 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8 + 9 + 11 + 12 + 12, 7 + 7 + 8 + 9 + 10 + 10));
+        assert_eq!((told, says), (7 + 8 + 9 + 11 + 12 + 12 + 13, 7 + 7 + 8 + 9 + 10 + 10 + 11));
     }
 
-    /// Version 7 is this one: a change of its messages that other versions would see is a new
+    /// Version 8 is this one: a change of its messages that other versions would see is a new
     /// version, with a record of its own.
     #[test]
     fn recorded_messages_of_this_version_are_written_the_same() {
-        assert_eq!(VERSION, 7);
-        for (end, message) in RECORDED[5].lines().map(|line| line.split_once(' ').unwrap()) {
+        assert_eq!(VERSION, 8);
+        for (end, message) in RECORDED[6].lines().map(|line| line.split_once(' ').unwrap()) {
             let recorded: Value = serde_json::from_str(message).unwrap();
             let written = match end {
                 "server" => {

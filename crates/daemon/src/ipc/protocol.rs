@@ -111,6 +111,14 @@ pub enum Request {
         /// Only those with higher numbers.
         after: u64,
     },
+    /// Ask where the host's cache holds chunks of the mount's image, from one on: answered by
+    /// [`Reply::Places`].
+    Places {
+        /// The mount.
+        id: MountId,
+        /// The first chunk.
+        first: u32,
+    },
     /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
         /// The mount.
@@ -143,6 +151,7 @@ impl Request {
             Self::LetGo { .. } => "let-go",
             Self::Log { .. } => "log",
             Self::Waits { .. } => "waits",
+            Self::Places { .. } => "places",
             Self::AwaitRelease { .. } => "await-release",
             Self::Shutdown { .. } => "shutdown",
         }
@@ -210,6 +219,29 @@ pub struct CacheAnswer {
     /// Bytes of chunks that no image has claimed since the server was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unclaimed: Option<u64>,
+}
+
+/// The places of some of a mount's chunks in the files of the host's cache: hints, which may be
+/// stale when they arrive.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+pub struct ChunkPlaces {
+    /// In ascending order of chunks.
+    pub runs: Vec<PlacedRun>,
+    /// The first chunk that was not looked for; `None` after the last one.
+    pub next: Option<u32>,
+}
+
+/// Chunks one after another that lie one after another in an arena.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlacedRun {
+    /// The first chunk.
+    pub first: u32,
+    /// The number of chunks.
+    pub count: u32,
+    /// The number in the arena's name.
+    pub arena: u32,
+    /// The first block in the arena.
+    pub block: u32,
 }
 
 /// A requested mount. Paths are absolute: the daemon's working directory is not the user's.
@@ -477,6 +509,8 @@ pub enum Reply {
         /// The oldest first; earlier ones may have been forgotten.
         waits: Vec<WaitStatus>,
     },
+    /// The places of chunks in the host's cache.
+    Places(ChunkPlaces),
     /// Level and format of the log now.
     Log {
         /// The level.

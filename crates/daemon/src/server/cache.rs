@@ -11,7 +11,7 @@ use std::{
 
 use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
 use burgeon_cache::{
-    Cache, CacheState, ChunkOwner, ChunkStore, Domain, disk::Refused, policy::Forecast,
+    Cache, CacheState, ChunkOwner, ChunkStore, Domain, LentRange, disk::Refused, policy::Forecast,
 };
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
@@ -27,7 +27,8 @@ use crate::{
 };
 
 /// Opens the cache of this host. Settings that cannot be read are no reason to serve nothing.
-pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
+/// Chunks in `lent` are lent.
+pub(super) fn open(state: &StateDir, lent: Vec<LentRange>) -> Result<Arc<Cache>> {
     let bounds = Bounds::read(state).unwrap_or_else(|error| {
         tracing::error!(%error, "the cache has its default settings");
         Bounds::default()
@@ -44,7 +45,7 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
         // The server has no right to that folder; a new one gets it when it can be used.
         Some(problem) => refused(problem),
         // Reads go on without a disk that has died. A new server looks at it again.
-        None => Cache::open(&folder, settings, policy()).unwrap_or_else(|error| {
+        None => Cache::open_lending(&folder, settings, policy(), lent).unwrap_or_else(|error| {
             tracing::error!(%error, "the cache cannot be opened, and keeps nothing");
             refused(error.to_string())
         }),
@@ -137,6 +138,7 @@ impl Serving {
 
     /// Bytes and chunks that the order is about.
     fn perform_order(&self, order: CacheOrder) -> Result<(u64, u64)> {
+        self.look_at_loans();
         match order {
             CacheOrder::Show => Ok((0, 0)),
             CacheOrder::Resize => {
@@ -260,6 +262,7 @@ impl Serving {
             refused: report.refused,
             evicted: report.evicted,
             shared: report.shared,
+            lent: report.lent,
             written: report.written,
             doubted: report.doubted,
             read_errors: report.read_errors,

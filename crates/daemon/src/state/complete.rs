@@ -3,6 +3,7 @@
 //! ```text
 //!   images/<digest>/complete/   plain    all lazy data, at its addresses
 //!                               summed   the same of an image that has no checksums of blocks
+//!                               plain.lent, summed.lent   the chunks that it shares (`loans.rs`)
 //!                               sums     these checksums
 //!                               seed …   prepared with them
 //!
@@ -38,7 +39,7 @@ use rustix::{fs::RenameFlags, process::geteuid};
 use crate::{
     id::{Fsid, MountId},
     state::{
-        files,
+        files, loans,
         paths::StateDir,
         prepared::Prepared,
         record::{MountRecord, Plain},
@@ -95,12 +96,14 @@ pub(crate) fn take(
         false => Plain::Described,
     };
     let path = state.plain_file(id);
-    rename_own(&plain.path(state, &base.digest), &path, RenameFlags::NOREPLACE).ok()?;
+    let from = plain.path(state, &base.digest);
+    rename_own(&from, &path, RenameFlags::NOREPLACE).ok()?;
+    loans::follow(&from, &path);
     match open(&path, info, fsid) {
         Ok(file) => Some((file, plain)),
         Err(error) => {
             tracing::warn!(mount = %id, %error, "the mount is served: the image's plain file is unusable");
-            let removed = files::remove_file(&path);
+            let removed = loans::forget(&path).and_then(|()| files::remove_file(&path));
             removed.unwrap_or_else(|error| {
                 tracing::warn!(
                     mount = %id,
@@ -152,9 +155,13 @@ pub(crate) fn give_back(state: &StateDir, record: &MountRecord) {
 
 fn give_back_as(state: &StateDir, id: MountId, image: &Digest, plain: Plain) {
     let to = plain.path(state, image);
+    let from = state.plain_file(id);
     // Not over one that was made meanwhile. The image may have been collected, too.
-    if let Err(error) = rename_own(&state.plain_file(id), &to, RenameFlags::NOREPLACE) {
-        tracing::debug!(mount = %id, %error, "the image's plain file goes with the mount");
+    match rename_own(&from, &to, RenameFlags::NOREPLACE) {
+        Ok(()) => loans::follow(&from, &to),
+        Err(error) => {
+            tracing::debug!(mount = %id, %error, "the image's plain file goes with the mount");
+        }
     }
 }
 
@@ -163,6 +170,7 @@ pub(crate) fn forget(state: &StateDir, image: &Digest) -> Result<u64> {
     let mut freed = 0;
     for path in [Plain::Described, Plain::WithChecksums].map(|plain| plain.path(state, image)) {
         let bytes = path.symlink_metadata().map_or(0, |file| file.blocks().saturating_mul(512));
+        loans::forget(&path)?;
         match remove_own(&path) {
             Ok(()) => freed += bytes,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}

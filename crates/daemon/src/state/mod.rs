@@ -18,6 +18,7 @@ pub(crate) mod gc;
 pub(crate) mod grants;
 pub(crate) mod images;
 pub(crate) mod layers;
+pub(crate) mod loans;
 pub(crate) mod paths;
 pub(crate) mod pins;
 pub(crate) mod prepared;

@@ -201,6 +201,7 @@ impl Supervisor {
             Request::Waits { id, after } => {
                 self.waits(id, after).map(|waits| Reply::Waits { waits })
             }
+            Request::Places { id, first } => self.places(id, first).map(Reply::Places),
             Request::AwaitRelease { id, timeout_ms } => {
                 self.await_release(id, Duration::from_millis(timeout_ms)).map(done)
             }
@@ -248,6 +249,7 @@ fn changes(request: &Request) -> bool {
         | Request::Mappings { .. }
         | Request::Status
         | Request::Waits { .. }
+        | Request::Places { .. }
         | Request::AwaitRelease { .. } => false,
     }
 }

@@ -75,7 +75,11 @@ impl Supervisor {
         if let Some(order) = change {
             tracing::info!(order, bytes = answer.bytes, "the cache has done as told");
         }
-        let mut freed = dropped.map_or(Ok(0), |image| complete::forget(&self.state, &image))?;
+        let mut freed = 0;
+        if let Some(image) = dropped {
+            freed += complete::forget(&self.state, &image)?;
+            self.table().look_at_loans();
+        }
         // Chunks go first: those that are read again come back one by one.
         if let Some(wanted) = wanted.checked_sub(answer.bytes).filter(|wanted| *wanted > 0) {
             freed += layers::evict(&self.state, wanted)?;

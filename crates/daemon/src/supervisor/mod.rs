@@ -48,6 +48,7 @@ mod plain;
 mod plan;
 pub(crate) mod plumbing;
 mod profile;
+mod questions;
 mod reconnect;
 mod record;
 mod recover;
@@ -59,7 +60,6 @@ mod table;
 mod thin;
 mod totals;
 mod unreachable;
-mod waits;
 mod watch;
 
 use std::{

@@ -39,7 +39,7 @@ use crate::{
     id::MountId,
     ipc::protocol::{MountRequest, Request, TransportRequest},
     state::{
-        complete, files,
+        complete, files, loans,
         record::{MountRecord, Plain},
     },
 };
@@ -123,7 +123,7 @@ impl Supervisor {
             self.spawn_reconnect(id);
         }
         if let Err(error) = changed {
-            if let Err(e) = files::remove_file(&path) {
+            if let Err(e) = loans::forget(&path).and_then(|()| files::remove_file(&path)) {
                 tracing::warn!(mount = %id, error = %e, "an unused copy of the mount's data stays");
             }
             return Err(error);

@@ -93,6 +93,9 @@ impl Supervisor {
         {
             tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
         }
+        if record.plain {
+            self.table().look_at_loans();
+        }
         recycled_seed::refill(&self.state);
         self.count_last(id);
         let entry = self.table().mounts.remove(&id);

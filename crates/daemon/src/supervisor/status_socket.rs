@@ -157,6 +157,7 @@ fn cache(cache: &HostCache) -> CacheNow {
         floor: cache.floor,
         free: cache.free,
         held: cache.held,
+        lent: cache.lent,
         chunks: cache.chunks,
         hit_in_an_hour: cache.read_in_an_hour.hit,
         miss_in_an_hour: cache.read_in_an_hour.miss,

@@ -18,7 +18,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::{CacheOrder, END_SCRUB, FromServer, MountReport, ToServer, Understands, VERSION},
-        protocol::{CacheAnswer, HostCache, WaitStatus, WireError},
+        protocol::{CacheAnswer, ChunkPlaces, HostCache, WaitStatus, WireError},
         wire,
     },
     opener::{self, ToOpener},
@@ -188,8 +188,16 @@ struct Attached {
 /// Most credential helpers that run at once for servers: each is a process and a thread.
 const HELPERS_MAX: usize = 32;
 
-/// Lists of waits that may lie here: clients that have given up take none.
-const WAITS_MAX: usize = 64;
+/// Answers to questions that may lie here: clients that have given up take none.
+const ANSWERS_MAX: usize = 64;
+
+/// The server's answer to a question.
+pub(crate) enum Answer {
+    /// The last reads that had to wait.
+    Waits(Vec<WaitStatus>),
+    /// Places of chunks in the cache.
+    Places(ChunkPlaces),
+}
 
 /// The state behind the supervisor's one lock.
 #[derive(Default)]
@@ -234,8 +242,9 @@ pub(crate) struct Table {
     cache_orders: BTreeSet<u64>,
     /// The last of these that began a scrub.
     scrub: Option<u64>,
-    /// Lists of waits that the server has sent and nobody has taken, by number: the latest ones.
-    pub(crate) waits: BTreeMap<u64, Vec<WaitStatus>>,
+    /// Answers to questions that the server has sent and nobody has taken, by number: the latest
+    /// ones.
+    pub(crate) answers: BTreeMap<u64, Answer>,
     /// Answers to orders about it that nobody has taken yet, by number.
     pub(crate) cache_answers: BTreeMap<u64, (CacheAnswer, Option<WireError>)>,
 }
@@ -296,6 +305,23 @@ impl Table {
             // Nobody waits for the answer.
             let number = self.numbered;
             self.send(&ToServer::Cache { number, order: CacheOrder::Resize });
+        }
+    }
+
+    /// Has the server look at the chunks that are lent to plain files: one of these has ended.
+    pub(crate) fn look_at_loans(&mut self) {
+        if self.understands.is_some_and(|understands| understands.cache) {
+            // Nobody waits for the answer.
+            let number = self.next_number();
+            self.send(&ToServer::Cache { number, order: CacheOrder::Show });
+        }
+    }
+
+    /// Keeps the answer to the question `number` until it is taken.
+    pub(crate) fn answered(&mut self, number: u64, answer: Answer) {
+        self.answers.insert(number, answer);
+        if self.answers.len() > ANSWERS_MAX {
+            self.answers.pop_first();
         }
     }
 
@@ -415,10 +441,10 @@ impl Table {
                 }
             }
             FromServer::Waits { number, waits } => {
-                self.waits.insert(number, waits);
-                if self.waits.len() > WAITS_MAX {
-                    self.waits.pop_first();
-                }
+                self.answered(number, Answer::Waits(waits));
+            }
+            FromServer::Places { number, places } => {
+                self.answered(number, Answer::Places(places));
             }
             FromServer::AskHelper { number, helper, registry } => {
                 if self.helpers < HELPERS_MAX {

@@ -82,7 +82,8 @@ impl Supervised {
     /// Connects a server that says what the test lets it say.
     fn connect(&self) -> FakeServer {
         let (link, stream) = UnixStream::pair().unwrap();
-        let understands = Understands { refreshes: true, opener: false, cache: false };
+        let understands =
+            Understands { refreshes: true, opener: false, cache: false, places: false };
         let running = Running { stream, child: None, pid: None, understands };
         let supervisor = Arc::clone(&self.supervisor);
         thread::spawn(move || supervisor.listen(running));

@@ -16,17 +16,24 @@ pub(crate) struct Burgeon {
     program: PathBuf,
     state: PathBuf,
     store: Option<PathBuf>,
+    cache: Option<PathBuf>,
 }
 
 impl Burgeon {
     /// With its state, and its images, in `state`.
     pub(crate) fn new(program: &Path, state: PathBuf) -> Self {
-        Self { program: program.into(), state, store: None }
+        Self { program: program.into(), state, store: None, cache: None }
     }
 
     /// With images in `store` instead.
     pub(crate) fn with_store(program: &Path, state: PathBuf, store: PathBuf) -> Self {
-        Self { program: program.into(), state, store: Some(store) }
+        Self { program: program.into(), state, store: Some(store), cache: None }
+    }
+
+    /// The same with its cache in this folder.
+    pub(crate) fn cache_dir(mut self, cache: &Path) -> Self {
+        self.cache = Some(cache.into());
+        self
     }
 
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
@@ -34,6 +41,9 @@ impl Burgeon {
         command.arg("--state-dir").arg(&self.state);
         if let Some(store) = &self.store {
             command.arg("--store").arg(store);
+        }
+        if let Some(cache) = &self.cache {
+            command.arg("--cache-dir").arg(cache);
         }
         command.args(arguments).stdin(Stdio::null());
         command

@@ -7,6 +7,7 @@
 //!   memory  of the daemon's processes with idle mounts
 //!   virtual mounts with a virtual area, and mapping trees into one
 //!   disk    reads of cached data on a disk ÷ btrfs on a loop device on the same (only if asked for)
+//!   let-go  by reflink ÷ by copy, and reads afterwards (only if asked for)
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
 //!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
 //!           ublk-queues: numbers of queues and depths
@@ -15,7 +16,7 @@
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
 //! of runs that took turns, and of those the median. Everything lies in memory (tmpfs), but for
-//! the part `disk`.
+//! the parts `disk` and `let-go`.
 //!
 //! ```text
 //!   xtask bench ── waits for ──► sh, the first process of namespaces of its own
@@ -29,6 +30,7 @@ mod build;
 mod builds;
 mod burgeon;
 mod disk;
+mod let_go;
 mod machine;
 mod memory;
 mod mounts;
@@ -74,7 +76,7 @@ pub(crate) struct Options {
     /// Another build of the program, for the part `builds`.
     #[arg(long)]
     other: Option<PathBuf>,
-    /// A folder on a disk, for the part `disk`.
+    /// A folder on a disk, for the parts `disk` and `let-go`.
     #[arg(long, default_value = "target/tmp")]
     disk: PathBuf,
     /// The program `rublk`, for the part `ublk`; without it devices are not compared.
@@ -126,12 +128,13 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "start" => start::measure(&bench, &mut table),
             "builds" => builds::measure(&bench, &mut table),
             "disk" => disk::measure(&bench, &mut table),
+            "let-go" => let_go::measure(&bench, &mut table),
             "ublk" => ublk::measure(&bench, &mut table),
             "ublk-queues" => ublk::measure_queues(&bench, &mut table),
             other => {
                 anyhow::bail!(
-                    "no part {other:?}: reads, mounts, build, memory, virtual, disk, start, \
-                     builds, ublk, ublk-queues"
+                    "no part {other:?}: reads, mounts, build, memory, virtual, disk, let-go, \
+                     start, builds, ublk, ublk-queues"
                 )
             }
         };

@@ -69,7 +69,7 @@ const AIM_QEMU: f64 = 2.0;
 pub(super) const FILE: &str = "data";
 
 /// Of a mount that was let go, against a device without a server.
-const AIM_LET_GO: f64 = 0.95;
+pub(super) const AIM_LET_GO: f64 = 0.95;
 
 /// Index of the mount that was let go.
 const LET_GO: usize = 5;

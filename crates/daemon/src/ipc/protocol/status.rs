@@ -79,6 +79,10 @@ pub struct HostCache {
     /// from servers of earlier versions.
     #[serde(default)]
     pub shared: u64,
+    /// Bytes of chunks that share their space with plain files (`burgeon let-go`), beside `used`
+    /// and outside of limits; missing from servers of earlier versions.
+    #[serde(default)]
+    pub lent: u64,
     /// Bytes written to the disk.
     pub written: u64,
     /// Chunks that were wrong, and were fetched again.

@@ -37,7 +37,11 @@ fn set_up(refreshes: bool) -> (Table, UnixStream, MountId) {
     let (link, server) = UnixStream::pair().unwrap();
     let id = "0a1b2c3d".parse().unwrap();
     table.mounts.insert(id, entry(id));
-    table.connect(link, None, Understands { refreshes, opener: false, cache: false });
+    table.connect(
+        link,
+        None,
+        Understands { refreshes, opener: false, cache: false, places: false },
+    );
     (table, server, id)
 }
 
@@ -149,7 +153,11 @@ fn the_next_server_settles_refreshes_of_a_dead_one() {
     let refresh = table.refresh(id).unwrap();
     drop(server);
     let (link, server) = UnixStream::pair().unwrap();
-    table.connect(link, None, Understands { refreshes: true, opener: false, cache: false });
+    table.connect(
+        link,
+        None,
+        Understands { refreshes: true, opener: false, cache: false, places: false },
+    );
     let number = told(&server).0;
     assert!(table.mounts[&id].refreshes[&refresh].is_none());
     table.handle_message(answer(id, number, None, true));
@@ -242,7 +250,7 @@ impl FakeServer {
         table.connect(
             link,
             None,
-            Understands { refreshes: is_numbered, opener: false, cache: false },
+            Understands { refreshes: is_numbered, opener: false, cache: false, places: false },
         );
         Self { stream, is_numbered, told: Vec::new() }
     }

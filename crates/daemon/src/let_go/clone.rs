@@ -1,0 +1,292 @@
+//! Clones chunks from the host's cache: they take no space of their own.
+//!
+//! ```text
+//!   server: arena and block of each resident chunk, a page at a time          hints: it parses what
+//!     ─► FICLONERANGE from the arena to the chunk's address                   strangers send
+//!         ─► read again: is it what the image's map says? ── no ─► cleared, and copied later
+//!             ─► plain.lent: the server counts and evicts these no more
+//! ```
+//!
+//! Invariants (`crates/cli/tests/let_go_reflink.rs`):
+//! - Nothing that the server says, or has written, is trusted: a range of the file is cloned only
+//!   if its bytes, read from there, have the digest of the map. From then on no write to the arena
+//!   changes it. Whatever goes wrong before is a hole.
+//! - No path of the server's is used: an arena is a regular file of the cache's folder, by number.
+
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, Result};
+use burgeon_cache::{ArenaRange, LentRange, arena_name, disk::identity};
+use burgeon_frontend::reflink::clone_blocks;
+use burgeon_image::{AddressMap, Codec};
+
+use super::{
+    Job,
+    copy::{in_threads, start_daemon},
+    plain_file::NewPlain,
+    room::ask,
+    sums::Sums,
+};
+use crate::{
+    ipc::protocol::{CacheRequest, ChunkPlaces, PlacedRun, Reply, Request},
+    state::{cache_dir::CacheDir, files, loans::RANGES_MAX},
+};
+
+/// Bytes that are cloned by one call: readers of the arena may have to wait for it.
+const CLONED_MAX: u64 = 64 << 20;
+
+/// The chunks that a plain file has in common with the cache.
+pub(super) struct Cloned {
+    /// A bit a chunk.
+    chunks: Vec<AtomicU64>,
+    bytes: AtomicU64,
+}
+
+impl Cloned {
+    fn none(map: &AddressMap) -> Self {
+        let words = map.chunk_count().div_ceil(64);
+        Self { chunks: (0..words).map(|_| AtomicU64::new(0)).collect(), bytes: 0.into() }
+    }
+
+    fn add(&self, chunk: u32, bytes: u64) {
+        self.chunks[chunk as usize / 64].fetch_or(1 << (chunk % 64), Relaxed);
+        self.bytes.fetch_add(bytes, Relaxed);
+    }
+
+    fn has(&self, chunk: u32) -> bool {
+        self.chunks[chunk as usize / 64].load(Relaxed) >> (chunk % 64) & 1 == 1
+    }
+
+    /// Their bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// The data that is not cloned.
+    pub(super) fn rest<'a>(
+        &'a self,
+        map: &'a AddressMap,
+    ) -> impl Iterator<Item = ByteRange> + Send + 'a {
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            let first = (next..map.chunk_count()).find(|chunk| !self.has(*chunk))?;
+            let end = (first..map.chunk_count()).find(|chunk| self.has(*chunk));
+            next = end.unwrap_or(map.chunk_count());
+            ByteRange::new(map.chunk_range(first).start(), map.chunk_range(next - 1).end())
+        })
+    }
+}
+
+/// Clones the chunks of the mount that are in the cache to `new`, adds their checksums to `sums`,
+/// and has them lent. Where that is impossible, nothing is cloned.
+pub(super) fn resident(job: &Job<'_>, new: &NewPlain, sums: Option<&Sums>) -> Result<Cloned> {
+    let (cloned, mut lent) = (Cloned::none(job.map), Vec::new());
+    let mut arenas = Arenas { folder: CacheDir::read(job.state).folder(job.state), last: None };
+    // What is read is what lies on the disk, and memory is left to others.
+    new.read_directly(true);
+    let (mut next, mut can_clone) = (Some(0), true);
+    while let Some(first) = next.filter(|_| can_clone) {
+        let Some(places) = places(job, first) else { break };
+        let mut here = Vec::new();
+        for run in usable(&places.runs, first, job.map.chunk_count()) {
+            match arenas.clone_to(new, &run, job.map)? {
+                Outcome::Cloned(identity) => here.push((run, identity)),
+                Outcome::NotThis => {}
+                Outcome::Impossible => {
+                    can_clone = false;
+                    break;
+                }
+            }
+        }
+        let chunks = here.iter().flat_map(|(run, _)| run.first..run.first + run.count);
+        in_threads(job.state, chunks, |chunk, buffer| {
+            verify(job, new, sums, chunk, buffer, &cloned)
+        })?;
+        here.iter().for_each(|(run, identity)| lend(&cloned, job.map, run, *identity, &mut lent));
+        next = places.next.filter(|next| *next > first);
+    }
+    new.read_directly(false);
+    if !lent.is_empty() {
+        // Those beyond count in the cache, which does no harm.
+        lent.truncate(RANGES_MAX);
+        new.record_lent(&lent)?;
+        // Every answer of the server is given after it has looked at the records.
+        ask(job.client, CacheRequest::Show).inspect_err(|_| start_daemon(job.state))?;
+    }
+    Ok(cloned)
+}
+
+/// The places that the server knows from chunk `first` on; `None` if it cannot tell.
+fn places(job: &Job<'_>, first: u32) -> Option<ChunkPlaces> {
+    match job.client.call(&Request::Places { id: job.id, first }) {
+        Ok((Reply::Places(places), _)) => Some(places),
+        Ok(_) => None,
+        Err(error) => {
+            tracing::info!(%error, "the data is copied: nobody tells where the cache holds it");
+            None
+        }
+    }
+}
+
+/// The runs of an answer that can be right: in ascending order from chunk `first` on, and of some
+/// of the `count` chunks that there are.
+fn usable(runs: &[PlacedRun], first: u32, count: u32) -> impl Iterator<Item = PlacedRun> + '_ {
+    let mut next = first;
+    runs.iter().copied().filter(move |run| {
+        let end = run.first.checked_add(run.count).filter(|end| *end <= count);
+        let is_usable = run.first >= next && run.count > 0 && end.is_some();
+        next = end.filter(|_| is_usable).unwrap_or(next);
+        is_usable
+    })
+}
+
+/// The bytes of a run in the mount's data.
+fn data_of(run: &PlacedRun, map: &AddressMap) -> Option<ByteRange> {
+    let last = map.chunk_range(run.first + run.count - 1);
+    ByteRange::new(map.chunk_range(run.first).start(), last.end())
+}
+
+enum Outcome {
+    /// Cloned, from the arena of this identity, and not verified.
+    Cloned(u64),
+    /// Not these chunks.
+    NotThis,
+    /// Nothing can be cloned: the file system has no such thing, or the cache is on another one.
+    Impossible,
+}
+
+/// The arenas of the cache, of which the last one is open.
+struct Arenas {
+    folder: PathBuf,
+    last: Option<(u32, File, u64)>,
+}
+
+impl Arenas {
+    fn open(&mut self, arena: u32) -> Option<(&File, u64)> {
+        if self.last.as_ref().is_none_or(|(last, _, _)| *last != arena) {
+            let path = self.folder.join(arena_name(arena));
+            let file = files::open(&path, File::options().read(true)).ok()?;
+            let identity = identity(&file);
+            self.last = Some((arena, file, identity));
+        }
+        self.last.as_ref().map(|(_, file, identity)| (file, *identity))
+    }
+
+    /// Clones the chunks of a run, as far as they lie where it says.
+    fn clone_to(&mut self, new: &NewPlain, run: &PlacedRun, map: &AddressMap) -> Result<Outcome> {
+        let Some(to) = data_of(run, map) else { return Ok(Outcome::NotThis) };
+        let from = ByteRange::at(u64::from(run.block) * BLOCK_SIZE, to.len());
+        let (Some((file, identity)), Some(from)) = (self.open(run.arena), from) else {
+            return Ok(Outcome::NotThis);
+        };
+        let clone = |at: u64| {
+            let part = ByteRange::at(from.start() + at, CLONED_MAX.min(from.len() - at));
+            part.map_or(Ok(()), |part| clone_blocks(file, part, &new.file, to.start() + at))
+        };
+        let mut parts = (0..from.len()).step_by(CLONED_MAX as usize);
+        let Err(error) = parts.try_for_each(clone) else { return Ok(Outcome::Cloned(identity)) };
+        // It may have cloned a part.
+        new.clear(to)?;
+        tracing::debug!(%error, arena = run.arena, "chunks are copied");
+        Ok(match errno(&error) {
+            Some(libc::EOPNOTSUPP | libc::EXDEV | libc::ENOTTY) => Outcome::Impossible,
+            _ => Outcome::NotThis,
+        })
+    }
+}
+
+fn errno(error: &Error) -> Option<i32> {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            return io.raw_os_error();
+        }
+        cause = error.source();
+    }
+    None
+}
+
+/// Reads a cloned chunk from the file. If it is wrong, its place is a hole again.
+fn verify(
+    job: &Job<'_>,
+    new: &NewPlain,
+    sums: Option<&Sums>,
+    chunk: u32,
+    buffer: &mut [u8],
+    cloned: &Cloned,
+) -> Result<()> {
+    let chunk_of_map = job.map.chunk(chunk);
+    let range = chunk_of_map.range;
+    let (bytes, rest) = buffer.split_at_mut(range.len() as usize);
+    let is_read = new.file.read_exact_at(bytes, range.start()).is_ok();
+    let is_right = is_read
+        && match chunk_of_map.codec {
+            Codec::Raw | Codec::Zstd => Digest::of(bytes) == chunk_of_map.digest,
+            // Only its source knows.
+            Codec::Verified => {
+                let right = &mut rest[..bytes.len()];
+                job.device.read(range.start(), right)?;
+                bytes == right
+            }
+        };
+    if !is_right {
+        return new.clear(range);
+    }
+    sums.map_or(Ok(()), |sums| sums.add(range, bytes))?;
+    cloned.add(chunk, range.len());
+    job.done(range.len());
+    Ok(())
+}
+
+/// Adds the places of the cloned chunks of a run to `lent`.
+fn lend(
+    cloned: &Cloned,
+    map: &AddressMap,
+    run: &PlacedRun,
+    identity: u64,
+    lent: &mut Vec<LentRange>,
+) {
+    let mut block = run.block;
+    for chunk in run.first..run.first + run.count {
+        let blocks = (map.chunk_range(chunk).len() / BLOCK_SIZE) as u32;
+        let range = ArenaRange { arena: run.arena, block, blocks };
+        block = block.saturating_add(blocks);
+        if !cloned.has(chunk) {
+            continue;
+        }
+        match lent.last_mut() {
+            Some(last)
+                if (last.identity, last.range.arena) == (identity, run.arena)
+                    && last.range.block + last.range.blocks == range.block =>
+            {
+                last.range.blocks += blocks;
+            }
+            _ => lent.push(LentRange { identity, range }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::usable;
+    use crate::ipc::protocol::PlacedRun;
+
+    #[test]
+    fn runs_that_cannot_be_right_are_passed_over() {
+        let run = |first, count| PlacedRun { first, count, arena: 1, block: 0 };
+        let good = [run(10, 2), run(12, 1), run(90, 10)];
+        let bad = [run(3, 8), run(11, 1), run(10, 3), run(50, 0), run(95, 6), run(u32::MAX, 2)];
+        let all: Vec<_> = usable(&good, 10, 100).collect();
+        assert_eq!(all, good);
+        for wrong in bad {
+            let said = [good[0], wrong, good[1], wrong, good[2], wrong];
+            let used: Vec<_> = usable(&said, 10, 100).collect();
+            assert_eq!(used, good, "{wrong:?}");
+        }
+    }
+}

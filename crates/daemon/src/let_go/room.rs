@@ -1,0 +1,59 @@
+//! Room for a plain file.
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use super::unexpected;
+use crate::{
+    ipc::{
+        client::Client,
+        protocol::{CacheRequest, HostCache, Reply, Request},
+    },
+    state::{cache_dir::CacheDir, paths::StateDir, space},
+};
+
+/// Has the server do something with the cache; returns its figures afterwards.
+pub(super) fn ask(client: &Client, request: CacheRequest) -> Result<HostCache> {
+    match client.call(&Request::Cache(request))? {
+        (Reply::Cache(answer), _) => Ok(answer.cache),
+        _ => Err(unexpected()),
+    }
+}
+
+/// Makes room for a copy of `data` bytes, and for the bytes that `writes` may still take: the cache
+/// evicts down to its floor, if it lies on the same disk.
+pub(super) fn make_room(state: &StateDir, client: &Client, data: u64, writes: u64) -> Result<()> {
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    if !space::shares_disk(&CacheDir::read(state).folder(state), &state.mounts()) {
+        let free = space::free_space(&state.mounts())?;
+        if free >= data.saturating_add(writes).saturating_add(space::HOST_LEFT) {
+            return Ok(());
+        }
+        let what = format!(
+            "a copy of its data takes {} MiB in the state directory, and its writes may still take {} \
+             MiB; {} MiB are free there, of which {} MiB are left to the host: free some space",
+            mib(data),
+            mib(writes),
+            mib(free),
+            mib(space::HOST_LEFT)
+        );
+        return Err(Error::new(ErrorKind::NoSpace, what));
+    }
+    let mut cache = ask(client, CacheRequest::Show)?;
+    let wanted = data.saturating_add(writes).saturating_add(cache.floor);
+    if cache.free < wanted {
+        cache = ask(client, CacheRequest::Evict { bytes: wanted - cache.free })?;
+    }
+    if cache.free >= wanted {
+        return Ok(());
+    }
+    let what = format!(
+        "a copy of its data takes {} MiB, and its writes may still take {} MiB; {} MiB are free, of \
+         which {} MiB, the cache's floor, stay free: free some space, or lower the floor (`burgeon \
+         cache resize --keep-free`)",
+        mib(data),
+        mib(writes),
+        mib(cache.free),
+        mib(cache.floor)
+    );
+    Err(Error::new(ErrorKind::NoSpace, what))
+}
