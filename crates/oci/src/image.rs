@@ -39,6 +39,7 @@ use burgeon_source::{
     opening::{Manner, open_checked},
     registry::{Checked, Digesting, OciDigest, body_error},
 };
+use rustix::fs::{FlockOperation, flock};
 
 /// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
@@ -161,7 +162,12 @@ impl Blobs {
                 Err(error) => return Err(given_up(partial, error)),
             };
             match (keep, path, kept) {
-                (Some(keep), Some(path), Some(_)) => keep.own.publish_file(&object, &path)?,
+                (Some(keep), Some(path), Some(file)) => {
+                    // Before it is published, so that it is never without a lock.
+                    let _ = flock(&file, FlockOperation::NonBlockingLockShared);
+                    keep.own.publish_file(&object, &path)?;
+                    keep.stored.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+                }
                 (Some(keep), Some(path), None) => {
                     if stored_layer(Some(keep.own), &object, *size).is_none() {
                         keep.unstored.fetch_add(1, Relaxed);
@@ -415,6 +421,8 @@ pub(crate) struct Keep<'a> {
     pub(crate) must: bool,
     /// Number of layers that were not stored, because there was no room.
     pub(crate) unstored: AtomicUsize,
+    /// The stored layers, locked: none is evicted before the image is complete.
+    pub(crate) stored: Mutex<Vec<File>>,
 }
 
 impl Keep<'_> {

@@ -10,7 +10,11 @@
 //! Invariants: an index made elsewhere is trusted only by the digest that the user has given; it
 //! is used only for the image, and the layers, that it was made from.
 
-use std::{collections::HashSet, sync::atomic::AtomicUsize, thread};
+use std::{
+    collections::HashSet,
+    sync::{Mutex, atomic::AtomicUsize},
+    thread,
+};
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
@@ -206,7 +210,8 @@ pub(crate) fn store_layers(
     let listed = resolved.name().form(NameForm::Tocs).to_string();
     let name = resolved.name().to_string();
     let names = Names { name: &name, listed: tocs.map(|tocs| (listed.as_str(), tocs)) };
-    let keep = Keep { own, scratch: lease.scratch(), must, unstored: AtomicUsize::new(0) };
+    let (unstored, stored) = (AtomicUsize::new(0), Mutex::default());
+    let keep = Keep { own, scratch: lease.scratch(), must, unstored, stored };
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // If the registry failed, the fetched layers are kept for the next try.
         if error.kind() != ErrorKind::Unavailable {

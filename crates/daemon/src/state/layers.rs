@@ -10,19 +10,27 @@
 //! ```
 //!
 //! Invariants: a layer that one image could not get again stays; while something is being stored,
-//! a layer that no image lists yet stays. Writers that go by a listed one read it from its registry
-//! if it is evicted, or look for it again after they have marked it as kept.
+//! its layers stay, as do those that no image lists yet. Writers that go by a listed one read it
+//! from its registry if it is evicted, or look for it again after they have marked it as kept.
 
 use std::{
     collections::HashSet,
     fs::{self, File},
     os::unix::fs::MetadataExt,
+    path::Path,
     time::{Duration, SystemTime},
 };
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::catalog;
-use burgeon_source::{Directory, LayersAt, Store, layers_at};
+use burgeon_source::{
+    Directory, LayersAt, Store, layers_at,
+    opening::{Manner, open_checked},
+};
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{files, paths::StateDir};
@@ -132,12 +140,21 @@ pub(crate) fn evict(state: &StateDir, bytes: u64) -> Result<u64> {
         if freed >= bytes {
             break;
         }
+        if is_being_stored(&directory.path_of(&layer.object)) {
+            continue;
+        }
         directory.remove(&layer.object)?;
         freed += layer.bytes;
         tracing::info!(object = %layer.object, bytes = layer.bytes, "a stored layer was evicted");
     }
     drop(collecting);
     Ok(freed)
+}
+
+/// True if a writer holds the layer's file until its image is complete (`oci/src/image.rs`).
+fn is_being_stored(path: &Path) -> bool {
+    let Ok(file) = open_checked(path, Manner::Stored) else { return false };
+    flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
 }
 
 #[cfg(test)]
@@ -149,6 +166,7 @@ mod tests {
 
     use burgeon_block::{ObjectId, ObjectStore};
     use burgeon_source::Directory;
+    use rustix::fs::FlockOperation;
 
     use super::{LayerShare, evict, evictable, keep_layers};
     use crate::state::paths::StateDir;
@@ -234,6 +252,12 @@ mod tests {
         store.publish(&layer('a'), &[7; LEN]).unwrap();
         assert!(evict(&state, u64::MAX).unwrap() > 0);
         assert_eq!(left(&state), "a", "its image is not listed yet");
+        image(&state, '3', REGISTRY, "ab");
+        let held = File::open(store.path_of(&layer('a'))).unwrap();
+        rustix::fs::flock(&held, FlockOperation::LockShared).unwrap();
+        assert!(evict(&state, u64::MAX).unwrap() > 0);
+        assert_eq!(left(&state), "a", "it was stored again");
+        drop(held);
         drop(lease);
         assert!(evict(&state, u64::MAX).unwrap() > 0);
         assert_eq!(left(&state), "");
