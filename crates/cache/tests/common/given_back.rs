@@ -114,7 +114,8 @@ pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: 
         let hog = File::create(at.join("others")).unwrap();
         // btrfs counts space with its commits, and gives less than it says.
         syncfs(&hog).unwrap();
-        let above = free(&at) - floor;
+        // Nothing, if the file system has taken a little for itself with that.
+        let above = free(&at).saturating_sub(floor);
         let mut take = above + room / 100 * share;
         let begun = Instant::now();
         while let Err(error) = fallocate(&hog, FallocateFlags::empty(), 0, take) {
