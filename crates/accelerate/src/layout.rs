@@ -296,7 +296,7 @@ mod tests {
             while layout.count < EXTENTS_MAX {
                 let before = layout;
                 layout = layout.grown(before.size + before.size / 2 + 513).unwrap();
-                // What has a number keeps its place.
+                // Numbered parts keep their places.
                 let places = before.segments() * before.segment_blocks();
                 assert!((0..places).all(|at| before.log_at(at) == layout.log_at(at)));
                 let parts: u32 = before.parts().map(|parts| parts.len() as u32).sum();
@@ -306,7 +306,7 @@ mod tests {
                 some.for_each(|slot| assert_eq!(before.slot_at(slot), layout.slot_at(slot)));
                 assert_eq!(before.identity_at(3, 1), layout.identity_at(3, 1));
                 assert_eq!(before.segment_blocks(), layout.segment_blocks());
-                // What is new lies behind the former end, in order, and within the new one.
+                // New parts lie behind the former end, in order, and within the new one.
                 let end_of_log = match layout.log_blocks - before.log_blocks {
                     0 => before.size.next_multiple_of(BLOCK_SIZE),
                     more => {

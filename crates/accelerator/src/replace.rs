@@ -198,7 +198,7 @@ fn put(folder: &CacheFolder, replacing: &Replacing) -> Result<()> {
 }
 
 fn forget(folder: &CacheFolder) {
-    // What stays is found to be done by the next start.
+    // A file that stays is found to be done by the next start.
     let _ = fs::remove_file(place(folder));
 }
 

@@ -1,6 +1,6 @@
-//! How quickly a cache gives space back that others take: MB/s in the first second, and until the
-//! floor is free again, beside readers. `make bench-cache` runs it, as root; it ends with 1 if a
-//! file system misses the aim.
+//! A cache gives space back that others take: MB/s in the first second, and until the floor is free
+//! again, beside readers. `make bench-cache` runs it, as root; it ends with 1 if a file system
+//! misses the aim.
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 

@@ -303,7 +303,7 @@ impl Upkeep {
             shared.abandon(to, blocks, false);
             return Ok(true);
         }
-        // What it is lent to shares the space that it leaves.
+        // The plain file that it is lent to shares the space that it leaves.
         admin.set_lent(slot, false, &shared.slots, (&shared.index, &shared.arenas));
         shared.slots.relocate(slot, to);
         admin.finished += bytes;

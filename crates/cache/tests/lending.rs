@@ -17,6 +17,8 @@ const LEN: u64 = 16 * BLOCK;
 const LIMIT: u64 = 4 << 20;
 /// Chunks that fit.
 const FIT: u64 = LIMIT / LEN;
+/// Chunks that take half of it.
+const HALF: u64 = FIT / 2;
 
 fn bytes(n: u64) -> Vec<u8> {
     vec![(n % 255) as u8 + 1; LEN as usize]
@@ -51,6 +53,15 @@ fn lent(cache: &Cache, path: &Path, chunks: std::ops::Range<u64>) -> Vec<LentRan
     chunks.map(of).collect()
 }
 
+/// A cache whose chunks 0 to [`HALF`] are lent, and their ranges.
+fn half_lent(path: &Path) -> (Arc<Cache>, Vec<LentRange>) {
+    let cache = open(path, Vec::new());
+    admit(&cache, 0..HALF);
+    let ranges = lent(&cache, path, 0..HALF);
+    cache.lend(ranges.clone());
+    (cache, ranges)
+}
+
 fn read(cache: &Cache, n: u64) -> bool {
     let mut buf = vec![0; LEN as usize];
     cache.find(&key(n)).is_some_and(|place| cache.read(place, 0, &mut buf) && buf == bytes(n))
@@ -60,33 +71,28 @@ fn read(cache: &Cache, n: u64) -> bool {
 fn lent_chunks_are_not_counted_and_stay_however_much_comes() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), Vec::new());
-    let some = FIT / 2;
-    admit(&cache, 0..some);
+    admit(&cache, 0..HALF);
     let used = cache.report().used;
-    cache.lend(lent(&cache, dir.path(), 0..some));
+    cache.lend(lent(&cache, dir.path(), 0..HALF));
     let report = cache.report();
-    assert_eq!((report.used, report.lent, report.chunks), (0, used, some));
+    assert_eq!((report.used, report.lent, report.chunks), (0, used, HALF));
     // Three times the limit comes and goes; lent chunks neither go nor take room.
     admit(&cache, 1000..1000 + 3 * FIT);
     let report = cache.report();
-    assert!((0..some).all(|n| read(&cache, n)), "{report:?}");
+    assert!((0..HALF).all(|n| read(&cache, n)), "{report:?}");
     assert!(report.used > LIMIT / 2 && report.lent == used, "{report:?}");
     // Not on demand, either, nor by a smaller limit.
     cache.evict(u64::MAX / 2);
     cache.resize(Some(Amount::Bytes(1 << 20)), Amount::Bytes(0));
     let report = cache.report();
-    assert_eq!((report.used, report.chunks), (0, some), "{report:?}");
-    assert!((0..some).all(|n| read(&cache, n)));
+    assert_eq!((report.used, report.chunks), (0, HALF), "{report:?}");
+    assert!((0..HALF).all(|n| read(&cache, n)));
 }
 
 #[test]
 fn the_end_of_a_loan_counts_its_chunks_again_and_evicts_those_beyond_the_limit() {
     let dir = tempfile::tempdir().unwrap();
-    let cache = open(dir.path(), Vec::new());
-    let some = FIT / 2;
-    admit(&cache, 0..some);
-    let ranges = lent(&cache, dir.path(), 0..some);
-    cache.lend(ranges.clone());
+    let (cache, ranges) = half_lent(dir.path());
     admit(&cache, 1000..1000 + 2 * FIT);
     // A part of it ends.
     let (stay, end) = ranges.split_at(8);
@@ -109,11 +115,7 @@ fn the_end_of_a_loan_counts_its_chunks_again_and_evicts_those_beyond_the_limit()
 #[test]
 fn a_new_server_evicts_no_lent_chunk() {
     let dir = tempfile::tempdir().unwrap();
-    let cache = open(dir.path(), Vec::new());
-    let some = FIT / 2;
-    admit(&cache, 0..some);
-    let ranges = lent(&cache, dir.path(), 0..some);
-    cache.lend(ranges.clone());
+    let (cache, ranges) = half_lent(dir.path());
     // Alone both fit, and together they do not.
     admit(&cache, 1000..1000 + 3 * FIT);
     let before = cache.report();
@@ -123,7 +125,7 @@ fn a_new_server_evicts_no_lent_chunk() {
     let cache = open(dir.path(), ranges);
     let report = cache.report();
     assert_eq!((report.lent, report.chunks), (before.lent, before.chunks), "{report:?}");
-    assert!((0..some).all(|n| read(&cache, n)));
+    assert!((0..HALF).all(|n| read(&cache, n)));
     drop(cache);
     // Without the loan they count, and are too many.
     let cache = open(dir.path(), Vec::new());
@@ -203,7 +205,7 @@ fn more_may_be_lent_than_the_cache_may_hold() {
     let cache = open(dir.path(), Vec::new());
     let mut ranges = Vec::new();
     for round in 0..12 {
-        let chunks = round * 100..round * 100 + FIT / 2;
+        let chunks = round * 100..round * 100 + HALF;
         admit(&cache, chunks.clone());
         ranges.extend(lent(&cache, dir.path(), chunks));
         cache.lend(ranges.clone());

@@ -90,7 +90,7 @@ fn a_cache_grows_while_it_is_used() {
     assert_eq!((&now["devices"][0]["dirty_bytes"], &now["used_blocks"]), (&dirty, &used));
     assert!(now["blocks"].as_u64().unwrap() > 3 * blocks.as_u64().unwrap(), "{now}");
     assert!(now["log_bytes"].as_u64().unwrap() > 6 * MIB, "{now}");
-    // What was cached is still a hit.
+    // Cached blocks are still hits.
     let (hits, missed) = (counter(&burgeon, "cache_hit_bytes"), counter(&burgeon, "miss_bytes"));
     assert!(read(&device, 8) == content[..8 * MIB as usize]);
     let hits = counter(&burgeon, "cache_hit_bytes") - hits;
@@ -184,7 +184,7 @@ fn a_cache_moves_to_another_device_under_writes() {
         };
         goes_on();
         assert!(!is_back || is_dirty(&burgeon));
-        // What cannot take it leaves it where it is.
+        // A device that cannot take it leaves it where it is.
         let small = file_of(&space, "small", 0);
         burgeon.fails(&replace(small.to_str().unwrap(), &[]), 1, "empty");
         burgeon.fails(&replace(old.text(), &[]), 5, "in use");

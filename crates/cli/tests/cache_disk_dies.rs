@@ -283,7 +283,7 @@ fn a_disk_that_others_fill_to_the_last_byte_costs_no_reader_an_error() {
     };
     let fill = || {
         let file = File::create(&others).unwrap();
-        // What root may take beyond others, too.
+        // Root may take more than others, down to the last block.
         for step in [16 << 20, 1 << 20, 64 << 10, 4096] {
             let mut len = file.metadata().unwrap().len();
             while fallocate(&file, FallocateFlags::empty(), len, step).is_ok() {
@@ -293,7 +293,7 @@ fn a_disk_that_others_fill_to_the_last_byte_costs_no_reader_an_error() {
     };
     (0..FILES).for_each(|number| host.read(number));
     fill();
-    // What the cache gives up, they take, until it has nothing.
+    // They take all that the cache gives up, until it has nothing.
     let all_is_taken = || {
         fill();
         host.read_all();

@@ -16,7 +16,7 @@ pub struct ImageIndex {
     pub image: String,
     /// The digest of its manifest.
     pub manifest: String,
-    /// What became of it.
+    /// Its state: made, left out or failed.
     pub state: IndexState,
     /// Number of tries.
     pub tries: u32,

@@ -23,6 +23,7 @@ use crate::{
     Crash, Disk, SimFile,
     extents::{SimLog, quiet},
     model::range,
+    world::runtime,
 };
 
 const OPERATIONS: u64 = 60;
@@ -82,11 +83,7 @@ type SimArea = VirtualArea<OneFile, SimFile, SimLog>;
 
 /// Lives of a machine that reads a mapped file, by seed. How many reads there were.
 pub fn simulate_mapped_file(seed: u64) -> Result<u64, String> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build()
-        .map_err(|error| format!("no runtime: {error}"))?;
+    let runtime = runtime()?;
     let mut run = Run::new(seed).map_err(|error| format!("seed {seed}: {error}"))?;
     runtime.block_on(run.all()).map_err(|error| format!("seed {seed}: {error}"))
 }

@@ -5,7 +5,11 @@ use std::sync::Arc;
 use burgeon_volume::VolumeLimits;
 use testkit::Rng;
 
-use crate::{Crash, Disk, Model, disk::Faults, world::World};
+use crate::{
+    Crash, Disk, Model,
+    disk::Faults,
+    world::{World, runtime},
+};
 
 /// Share of unsynced writes that survives, of 256.
 const SURVIVAL: [u8; 5] = [0, 64, 128, 192, 255];
@@ -69,12 +73,7 @@ impl Scenario {
     }
 
     fn life(&self, disk: &Disk, off_at_write: Option<u64>, prove: bool) -> Result<(), String> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .map_err(|error| format!("no runtime: {error}"))?;
-        runtime.block_on(async {
+        runtime()?.block_on(async {
             let limits =
                 VolumeLimits { cpu_threads: 0, write_threads: 0, ..VolumeLimits::default() };
             let mut rng = Rng::new(self.seed);

@@ -6,7 +6,11 @@ use burgeon_volume::VolumeLimits;
 use testkit::Rng;
 use tokio::time::sleep;
 
-use crate::{Crash, Disk, Model, Mood, disk::Faults, world::World};
+use crate::{
+    Crash, Disk, Model, Mood,
+    disk::Faults,
+    world::{World, runtime},
+};
 
 /// The actions of a run, as evidence that it did something.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -81,12 +85,7 @@ impl Run {
 
     /// A life in a runtime of its own: tasks that still run at its end are ended with it.
     fn life(&mut self, last: bool) -> Result<(), String> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .map_err(|error| format!("no runtime: {error}"))?;
-        runtime.block_on(async {
+        runtime()?.block_on(async {
             let (model, disk) = (&self.models[self.which], &self.disk);
             let mut world = World::boot(model, disk, &self.limits, &mut self.rng);
             for _ in 0..self.rng.below(40) {

@@ -26,7 +26,7 @@ use tokio::time::sleep;
 use crate::{
     Crash, Disk, FaultySource, Model, Mood,
     disk::Faults,
-    world::{READ_TIME_MAX, Reader, Readers, SimVolume, some_range},
+    world::{READ_TIME_MAX, Reader, Readers, SimVolume, runtime, some_range},
 };
 
 /// The last image is the hostile one.
@@ -272,12 +272,7 @@ impl Run {
     }
 
     fn life(&mut self, last: bool) -> Result<(), String> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .map_err(|error| format!("no runtime: {error}"))?;
-        runtime.block_on(async {
+        runtime()?.block_on(async {
             let mut life = Life::boot(self);
             for _ in 0..self.rng.below(60) {
                 self.report.operations += 1;

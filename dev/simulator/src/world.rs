@@ -9,6 +9,7 @@ use burgeon_volume::{
 };
 use testkit::Rng;
 use tokio::{
+    runtime::Runtime,
     task::JoinHandle,
     time::{Instant, sleep, timeout, timeout_at},
 };
@@ -25,6 +26,14 @@ const JOURNAL_LEN: u64 = 4096;
 
 /// Blocks of the longest read.
 const READ_BLOCKS_MAX: u64 = 96;
+
+/// The runtime of one life, whose clock goes on when everybody waits. Tasks that still run at its
+/// end are ended with it.
+pub(crate) fn runtime() -> Result<Runtime, String> {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_time().start_paused(true).build();
+    runtime.map_err(|error| format!("no runtime: {error}"))
+}
 
 /// Some blocks of an image.
 pub(crate) fn some_range(model: &Model, rng: &mut Rng) -> ByteRange {

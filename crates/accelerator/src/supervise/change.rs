@@ -40,7 +40,7 @@ impl Change {
         }
     }
 
-    /// What the server inherits for it.
+    /// The descriptor that the server inherits for it.
     pub(super) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Grow => None,

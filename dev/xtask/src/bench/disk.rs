@@ -46,6 +46,8 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     burgeon.run(&["build", &tree.to_string_lossy(), "image"])?;
     let (at, fast) = (bench.path("disk-at"), bench.path("disk-fast"));
     burgeon.mount_over("image", &at, "fuse")?;
+    // Else a disk that is rather full has misses measured.
+    burgeon.run(&["cache", "resize", "--keep-free", "0"])?;
     materialise(&at.join(FILE))?;
     let plain = peers::plain_loop(disk.path(), &bench.path("disk-loop"), &tree, mib)?;
     let mut targets = vec![at.join(FILE), plain.file(FILE)];

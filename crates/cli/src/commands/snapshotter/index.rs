@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use super::super::{Context, oci_image, reading};
 use crate::output;
 
-/// Where blobs lie below containerd's content store, by the digits of their SHA-256.
+/// The folder of blobs below containerd's content store; each is named by its SHA-256.
 const BLOBS: &str = "blobs/sha256";
 
 /// Options of `index`.
@@ -53,7 +53,7 @@ pub(super) struct Index {
     pub(super) remove: bool,
 }
 
-/// What became of it.
+/// The end of the command, for the snapshotter.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Said {
