@@ -57,7 +57,7 @@ pub(crate) struct Admin {
     pub(crate) chunks: u64,
     /// Lent chunks (`lending.rs`): a bit a slot, none beyond its end; their number and bytes.
     lent: Vec<u64>,
-    lent_chunks: u64,
+    pub(crate) lent_chunks: u64,
     pub(crate) lent_bytes: u64,
     free: Vec<u32>,
     pub(crate) slots_end: u32,
@@ -222,8 +222,10 @@ impl Admin {
             self.lent.resize(word + 1, 0);
         }
         self.lent[word] ^= 1 << (slot % 64);
+        let held = if self.held.contains_key(&chunk.key) { bytes } else { 0 };
         match is_lent {
             true => {
+                self.held_bytes = self.held_bytes.saturating_sub(held);
                 self.used = self.used.saturating_sub(bytes);
                 arena.lent.fetch_add(bytes, Relaxed);
                 self.lent_bytes += bytes;
@@ -232,6 +234,7 @@ impl Admin {
                 self.policy.removed(slot);
             }
             false => {
+                self.held_bytes += held;
                 self.used += bytes;
                 arena.lent.fetch_sub(bytes, Relaxed);
                 self.lent_bytes -= bytes;

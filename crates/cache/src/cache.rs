@@ -170,6 +170,15 @@ impl Cache {
         self.shared.wake();
     }
 
+    /// Empties the arena in which the chunk with `key` lies, as if there were too many.
+    #[cfg(feature = "testing")]
+    pub fn empty_arena_of(&self, key: &ChunkKey) -> Result<()> {
+        let shared = &*self.shared;
+        let slot = shared.index.find(key, &shared.slots);
+        let chunk = slot.and_then(|slot| shared.slots.chunk(slot));
+        chunk.map_or(Ok(()), |chunk| lock(&self.upkeep).empty_arena(shared, chunk.location.arena))
+    }
+
     /// Reads every chunk once, at most `bytes_per_second`, and forgets those whose bytes are not
     /// what was written. Returns the bytes read, and the chunks forgotten. Ends early when `stop`.
     pub fn scrub(&self, bytes_per_second: u64, stop: &AtomicBool) -> (u64, u64) {

@@ -27,7 +27,8 @@ impl Drop for Release {
             *count -= 1;
             if *count == 0 {
                 admin.held.remove(key);
-                admin.held_bytes = admin.held_bytes.saturating_sub(self.shared.len_of(key));
+                let bytes = self.shared.counted_len_of(key, &admin);
+                admin.held_bytes = admin.held_bytes.saturating_sub(bytes);
             }
         }
     }
@@ -44,8 +45,9 @@ pub(crate) fn take(shared: &Arc<Shared>, keys: &[ChunkKey]) -> Result<Hold> {
     for key in keys {
         let count = admin.held.entry(*key).or_default();
         *count += 1;
+        let is_first = *count == 1;
         taken += 1;
-        wanted += if *count == 1 { shared.len_of(key) } else { 0 };
+        wanted += if is_first { shared.counted_len_of(key, &admin) } else { 0 };
         // The limit may have become smaller than the holds: those that are there stay.
         if is_too_much(wanted, admin.held_bytes) {
             break;

@@ -11,8 +11,9 @@
 //!   not punched yet. A lent chunk that leaves, or moves, is counted until its space is punched.
 //! - A chunk is lent only at a place of a lent range. No place is given twice, and an arena of
 //!   another cache has another identity, so no other chunk is taken for a lent one.
-//! - What is lent survives no restart: the caller lends it again, before anything is evicted
-//!   ([`crate::Cache::open_lending`]).
+//! - A loan survives no restart: the caller lends again, before anything is evicted
+//!   ([`crate::Cache::open_lending`]). It outlives a folder that goes and comes back.
+//! - A lent chunk is not among the bytes that holds keep: nothing could take its space.
 
 use crate::shared::{Shared, lock};
 
@@ -39,9 +40,11 @@ pub struct LentRange {
     pub range: ArenaRange,
 }
 
-/// Lends the chunks in these ranges, and counts all others.
-pub(crate) fn apply(shared: &Shared, ranges: Vec<LentRange>) {
-    let ranges = merged(ranges);
+/// Lends the chunks in these ranges, which are [`merged`], and counts all others.
+pub(crate) fn apply(shared: &Shared, ranges: &[LentRange]) {
+    if ranges.is_empty() && lock(&shared.admin).lent_chunks == 0 {
+        return;
+    }
     let is_lent = |slot| {
         let chunk = shared.slots.chunk(slot)?;
         let arena = shared.arenas.get(chunk.location.arena)?;
@@ -62,7 +65,7 @@ pub(crate) fn apply(shared: &Shared, ranges: Vec<LentRange>) {
             break;
         }
         for slot in next..end {
-            let is_lent = !ranges.is_empty() && is_lent(slot).unwrap_or(false);
+            let is_lent = is_lent(slot).unwrap_or(false);
             let tables = (&shared.index, &shared.arenas);
             admin.set_lent(slot, is_lent, &shared.slots, tables);
         }
@@ -71,7 +74,7 @@ pub(crate) fn apply(shared: &Shared, ranges: Vec<LentRange>) {
 }
 
 /// Sorted, and those that touch or overlap are one.
-fn merged(mut ranges: Vec<LentRange>) -> Vec<LentRange> {
+pub(crate) fn merged(mut ranges: Vec<LentRange>) -> Vec<LentRange> {
     ranges.sort_unstable();
     ranges.dedup_by(|next, before| {
         let end = |range: ArenaRange| u64::from(range.block) + u64::from(range.blocks);

@@ -15,7 +15,7 @@
 //! - The chunks of a limit never take more than it says, except held ones when it is lowered.
 //! - Nobody comes here on the path of a hit; everything is under the store's lock.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::{
     Place,
@@ -88,16 +88,26 @@ struct Limited {
 }
 
 impl Limited {
-    fn add(&mut self, place: Place, bytes: u64, (slots, of_slot): (&Slots, &[u16])) {
+    /// `is_mine` says whether the chunk in a slot is one of the limit's.
+    fn add(&mut self, place: Place, bytes: u64, slots: &Slots, is_mine: impl Fn(u32) -> bool) {
         self.used += bytes;
         self.chunks += 1;
         self.queue.push_back(place);
         if self.queue.len() > 2 * self.chunks + LOOKS {
-            let owner = |slot: u32| of_slot.get(slot as usize).map_or(NOBODY, |word| word & !READ);
-            let is_owned = |slot| owner(slot) != NOBODY;
-            self.queue.retain(|place| current(*place, slots).is_some_and(is_owned));
+            // A chunk that was lent may be in it twice.
+            let mut known = HashSet::new();
+            let mut stays = |place: &Place| {
+                current(*place, slots).is_some_and(&is_mine) && known.insert(*place)
+            };
+            self.queue.retain(&mut stays);
         }
     }
+}
+
+/// True if the owner of the chunk in `slot` has this limit.
+fn has_limit(owned: &[Owned], of_slot: &[u16], slot: u32, limit: usize) -> bool {
+    let owner = of_slot.get(slot as usize).map_or(NOBODY, |word| word & !READ);
+    owned[usize::from(owner)].limits.contains(&limit)
 }
 
 /// The slot of the chunk at `place`, if it is still there.
@@ -196,8 +206,10 @@ impl Owners {
             self.of_slot.resize(slot as usize + 1, NOBODY);
         }
         self.of_slot[slot as usize] = owner;
-        for limit in &self.owned[usize::from(owner)].limits {
-            self.limits[*limit].add(place, bytes, (slots, &self.of_slot));
+        let Self { owned, limits, of_slot, .. } = self;
+        for limit in &owned[usize::from(owner)].limits {
+            let is_mine = |slot| has_limit(owned, of_slot, slot, *limit);
+            limits[*limit].add(place, bytes, slots, is_mine);
         }
     }
 
@@ -254,17 +266,17 @@ impl Owners {
         slots: &Slots,
         is_held: impl Fn(u32) -> bool,
     ) -> Option<u32> {
-        let Self { limits, of_slot, .. } = self;
+        let Self { owned, limits, of_slot, .. } = self;
         let queue = &mut limits.get_mut(limit)?.queue;
         for spares_read in [true, false] {
             for _ in 0..queue.len().min(LOOKS) {
                 let place = queue.pop_front()?;
                 let Some(slot) = current(place, slots) else { continue };
-                let word = of_slot.get_mut(slot as usize)?;
-                if *word & !READ == NOBODY {
-                    // It is lent.
+                // It may have been lent, and be another owner's now.
+                if !has_limit(owned, of_slot, slot, limit) {
                     continue;
                 }
+                let word = of_slot.get_mut(slot as usize)?;
                 let was_read = *word & READ != 0;
                 *word &= !READ;
                 let stays = is_held(slot) || spares_read && was_read;
@@ -302,7 +314,8 @@ impl Owners {
                 continue;
             };
             for limit in limits {
-                self.limits[*limit].add(place, chunk.about.bytes(), (slots, &self.of_slot));
+                // All of its chunks come, each once.
+                self.limits[*limit].add(place, chunk.about.bytes(), slots, |_| true);
             }
         }
     }

@@ -291,9 +291,10 @@ impl Shared {
         Ok(self.bounds(self.disk.space()?, used, finished))
     }
 
-    /// Bytes that the chunk with `key` takes on the disk.
-    pub(crate) fn len_of(&self, key: &ChunkKey) -> u64 {
-        let chunk = self.index.find(key, &self.slots).and_then(|slot| self.slots.chunk(slot));
-        chunk.map_or(0, |chunk| u64::from(chunk.about.blocks()) * BLOCK_SIZE)
+    /// Bytes that the chunk with `key` takes on the disk: none, if it is lent.
+    pub(crate) fn counted_len_of(&self, key: &ChunkKey, admin: &Admin) -> u64 {
+        let slot = self.index.find(key, &self.slots).filter(|slot| !admin.is_lent(*slot));
+        let chunk = slot.and_then(|slot| self.slots.chunk(slot));
+        chunk.map_or(0, |chunk| chunk.about.bytes())
     }
 }

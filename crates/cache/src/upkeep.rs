@@ -35,7 +35,7 @@ pub(crate) struct Upkeep {
     persist: Persist,
     /// Arenas that may hold bytes of no chunk, each with their number.
     gaps: Vec<(u32, u64)>,
-    /// Lent ranges, whose chunks are not loaded yet.
+    /// Lent ranges, also of chunks that are loaded later.
     lent: Vec<LentRange>,
     retired: u64,
 }
@@ -76,7 +76,7 @@ impl Upkeep {
                 return Ok(());
             }
             load::run(shared, &mut self.persist, &mut self.gaps)?;
-            lending::apply(shared, std::mem::take(&mut self.lent));
+            lending::apply(shared, &self.lent);
             shared.gate.written();
             shared.is_taken.store(true, Relaxed);
         }
@@ -95,9 +95,9 @@ impl Upkeep {
 
     /// Lends the chunks in these ranges, also those that are loaded later, and no others.
     pub(crate) fn lend(&mut self, shared: &Shared, ranges: Vec<LentRange>) {
-        match shared.is_taken.load(Relaxed) {
-            true => lending::apply(shared, ranges),
-            false => self.lent = ranges,
+        self.lent = lending::merged(ranges);
+        if shared.is_taken.load(Relaxed) {
+            lending::apply(shared, &self.lent);
         }
     }
 
@@ -262,6 +262,11 @@ impl Upkeep {
         let emptiest = emptiest.min_by_key(|(_, arena)| order(arena));
         let may_go = |arena: &Arena| arena.lent.load(Relaxed) == 0 || count >= ARENAS_MAX;
         let Some((index, _)) = emptiest.filter(|(_, arena)| may_go(arena)) else { return Ok(()) };
+        self.empty_arena(shared, index)
+    }
+
+    /// Moves the chunks of an arena, as far as the budget goes, forgets the others, and retires it.
+    pub(crate) fn empty_arena(&mut self, shared: &Shared, index: u32) -> Result<()> {
         for slot in chunks_in(shared, index) {
             let Some(chunk) = shared.slots.chunk(slot) else { continue };
             if chunk.location.arena != index {

@@ -4,68 +4,13 @@
 
 mod common;
 
-use std::{path::Path, sync::Arc};
-
-use burgeon_cache::{
-    Amount, Cache, ChunkOwner, ChunkStore, LentRange, Scope, Why,
-    disk::{CacheDisk, DiskFolder, IoMode},
-    policy::Forecast,
+use burgeon_cache::{ChunkOwner, ChunkStore, LentRange, Scope, Why};
+use common::{
+    key,
+    loans::{
+        FIT, HALF, LEN, LIMIT, admit, bytes, count_elsewhere, half_lent, lent, open, read, stay,
+    },
 };
-use common::{BLOCK, key, settings};
-
-const LEN: u64 = 16 * BLOCK;
-const LIMIT: u64 = 4 << 20;
-/// Chunks that fit.
-const FIT: u64 = LIMIT / LEN;
-/// Chunks that take half of it.
-const HALF: u64 = FIT / 2;
-
-fn bytes(n: u64) -> Vec<u8> {
-    vec![(n % 255) as u8 + 1; LEN as usize]
-}
-
-fn open(path: &Path, lent: Vec<LentRange>) -> Arc<Cache> {
-    let disk = Arc::new(DiskFolder::new(path).unwrap());
-    let policy = Box::new(Forecast::new(LIMIT, 7));
-    Arc::new(Cache::over_lending(disk, settings(LIMIT), policy, lent))
-}
-
-fn admit(cache: &Cache, chunks: std::ops::Range<u64>) {
-    for n in chunks {
-        cache.admit(key(n), &bytes(n), Why::Read);
-        cache.upkeep();
-        assert!(cache.report().used <= LIMIT, "{:?}", cache.report());
-    }
-}
-
-/// The ranges of these chunks, as one who clones them names them.
-fn lent(cache: &Cache, path: &Path, chunks: std::ops::Range<u64>) -> Vec<LentRange> {
-    let disk = DiskFolder::new(path).unwrap();
-    let of = |n| {
-        let range = cache.range_of(&key(n)).unwrap();
-        assert_eq!(u64::from(range.blocks) * BLOCK, LEN);
-        let file = disk.open(&format!("arena-{:08x}", range.arena), IoMode::Bytes).unwrap();
-        let mut read = vec![0; LEN as usize];
-        file.read_at(u64::from(range.block) * BLOCK, &mut read).unwrap();
-        assert!(read == bytes(n), "the chunk lies there");
-        LentRange { identity: file.identity(), range }
-    };
-    chunks.map(of).collect()
-}
-
-/// A cache whose chunks 0 to [`HALF`] are lent, and their ranges.
-fn half_lent(path: &Path) -> (Arc<Cache>, Vec<LentRange>) {
-    let cache = open(path, Vec::new());
-    admit(&cache, 0..HALF);
-    let ranges = lent(&cache, path, 0..HALF);
-    cache.lend(ranges.clone());
-    (cache, ranges)
-}
-
-fn read(cache: &Cache, n: u64) -> bool {
-    let mut buf = vec![0; LEN as usize];
-    cache.find(&key(n)).is_some_and(|place| cache.read(place, 0, &mut buf) && buf == bytes(n))
-}
 
 #[test]
 fn lent_chunks_are_not_counted_and_stay_however_much_comes() {
@@ -76,17 +21,49 @@ fn lent_chunks_are_not_counted_and_stay_however_much_comes() {
     cache.lend(lent(&cache, dir.path(), 0..HALF));
     let report = cache.report();
     assert_eq!((report.used, report.lent, report.chunks), (0, used, HALF));
-    // Three times the limit comes and goes; lent chunks neither go nor take room.
-    admit(&cache, 1000..1000 + 3 * FIT);
-    let report = cache.report();
-    assert!((0..HALF).all(|n| read(&cache, n)), "{report:?}");
-    assert!(report.used > LIMIT / 2 && report.lent == used, "{report:?}");
-    // Not on demand, either, nor by a smaller limit.
-    cache.evict(u64::MAX / 2);
-    cache.resize(Some(Amount::Bytes(1 << 20)), Amount::Bytes(0));
-    let report = cache.report();
-    assert_eq!((report.used, report.chunks), (0, HALF), "{report:?}");
-    assert!((0..HALF).all(|n| read(&cache, n)));
+    drop(cache);
+    stay(tempfile::tempdir().unwrap().path());
+}
+
+#[test]
+fn a_lent_chunk_that_is_moved_or_forgotten_counts_again() {
+    count_elsewhere(tempfile::tempdir().unwrap().path());
+}
+
+#[test]
+fn holds_keep_no_room_for_lent_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), Vec::new());
+    admit(&cache, 0..HALF);
+    let keys: Vec<_> = (0..HALF).map(key).collect();
+    let before = cache.hold(&keys[..4]).unwrap();
+    cache.lend(lent(&cache, dir.path(), 0..HALF));
+    let after = cache.hold(&keys[4..8]).unwrap();
+    assert_eq!(cache.report().held, 0);
+    cache.lend(Vec::new());
+    assert_eq!(cache.report().held, 8 * LEN);
+    cache.lend(lent(&cache, dir.path(), 0..2));
+    drop(before);
+    assert_eq!(cache.report().held, 4 * LEN);
+    drop(after);
+    assert_eq!(cache.report().held, 0);
+}
+
+#[test]
+fn a_chunk_that_has_another_owner_after_a_loan_is_not_evicted_for_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), Vec::new());
+    let [a, b] =
+        ["a", "b"].map(|image| ChunkOwner { image: image.to_owned(), store: "s".to_owned() });
+    let [of_a, _of_b] = [&a, &b].map(|owner| cache.for_owner(owner));
+    cache.limit_owners(vec![(Scope::Image("a".to_owned()), 8 * LEN)]);
+    (0..8).for_each(|n| assert!(of_a.admit(key(n), &bytes(n), Why::Read).is_some()));
+    cache.lend(lent(&cache, dir.path(), 0..8));
+    cache.lend(Vec::new());
+    cache.claim(&b, &(0..8).map(key).collect::<Vec<_>>());
+    (20..36).for_each(|n| assert!(of_a.admit(key(n), &bytes(n), Why::Read).is_some()));
+    assert!((0..8).all(|n| read(&cache, n)), "they are b's");
+    assert_eq!(cache.owned_bytes().owners.iter().map(|(_, bytes)| *bytes).sum::<u64>(), 16 * LEN);
 }
 
 #[test]

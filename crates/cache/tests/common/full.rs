@@ -8,7 +8,7 @@ use std::{
 };
 
 use burgeon_cache::{
-    ChunkKey, Domain, KeyKind, checkpoint,
+    ChunkKey, Domain, KeyKind, arena_name, checkpoint,
     journal::{Event, Record},
 };
 
@@ -31,7 +31,7 @@ fn record(n: u32) -> Record {
 pub(crate) fn make(folder: &Path, chunks: u32) -> Result<()> {
     fs::create_dir_all(folder)?;
     for arena in 1..=chunks.div_ceil(ARENA_BLOCKS / BLOCKS) {
-        let file = File::create(folder.join(format!("arena-{arena:08x}")))?;
+        let file = File::create(folder.join(arena_name(arena)))?;
         file.set_len(u64::from(ARENA_BLOCKS) * 4096)?;
     }
     let (number, id) = (1, 7);

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
 pub mod lives;
+pub mod loans;
 
 use burgeon_cache::{Amount, Cache, CacheSettings, ChunkKey, ChunkStore, Domain, KeyKind};
 
