@@ -208,4 +208,52 @@ pub const BUGS: &[Bug] = &[
             Why::Fill | Why::Pin | Why::Prefetch => admin",
         )],
     ),
+    bug(
+        "MovedAndLent",
+        "a chunk that leaves its lent place is taken for lent in its new one",
+        &[(
+            "upkeep.rs",
+            "        admin.set_lent(slot, false, &shared.slots, (&shared.index, &shared.arenas));
+        shared.slots.relocate",
+            "        if !BUG {
+            admin.set_lent(slot, false, &shared.slots, (&shared.index, &shared.arenas));
+        }
+        shared.slots.relocate",
+        )],
+    ),
+    bug(
+        "ForgottenAndLent",
+        "a lent chunk that is forgotten leaves its slot lent",
+        &[(
+            "admin.rs",
+            "        let chunk = slots.chunk(slot)?;
+        self.set_lent(slot, false, slots, (index, arenas));",
+            "        let chunk = slots.chunk(slot)?;
+        if !BUG { self.set_lent(slot, false, slots, (index, arenas)); }",
+        )],
+    ),
+    bug(
+        "LentChunksAreEvicted",
+        "where the policy names none, lent chunks are evicted",
+        &[(
+            "admin.rs",
+            "slots.chunk(self.scan).is_some() && !self.is_lent(self.scan);",
+            "slots.chunk(self.scan).is_some() && (BUG || !self.is_lent(self.scan));",
+        )],
+    ),
+    bug(
+        "ThePolicyKeepsLentChunks",
+        "the policy goes on to name chunks that are lent",
+        &[(
+            "admin.rs",
+            "                self.owners.went(slot, bytes);
+                self.policy.removed(slot);
+            }
+            false",
+            "                self.owners.went(slot, bytes);
+                if !BUG { self.policy.removed(slot); }
+            }
+            false",
+        )],
+    ),
 ];

@@ -13,7 +13,7 @@ use std::{
 
 use burgeon_block::ErrorKind;
 use burgeon_cache::{
-    Amount, Cache, CacheSettings, CacheState, ChunkStore, Why,
+    Amount, Cache, CacheSettings, CacheState, ChunkStore, Why, arena_name,
     disk::{CacheDisk, DiskFolder},
     policy::Clock,
 };
@@ -183,7 +183,7 @@ fn a_scrub_forgets_what_rotted() {
 #[test]
 fn spoilt_arenas_cost_misses_and_no_more() {
     type Spoil = fn(&Path);
-    let arena = |path: &Path, n: u32| path.join(format!("arena-{n:08x}"));
+    let arena = |path: &Path, n: u32| path.join(arena_name(n));
     let spoils: [(&str, Spoil); 4] = [
         ("cut off", |path| {
             let file = fs::File::options().write(true).open(path.join("arena-00000001")).unwrap();

@@ -1,4 +1,4 @@
-//! What the lengths of chunks cost and save: `cargo run --release --locked -p burgeon-image
+//! Costs and savings of chunks of several lengths: `cargo run --release --locked -p burgeon-image
 //! --example grouping -- TREE…` builds each tree, and two of random files, by several rules
 //! (`builder::Grouping`), changes files, and builds it again.
 //!
@@ -37,14 +37,14 @@ const KIB: u32 = 1 << 10;
 /// The first is the rule before there was a choice, but for the last pieces of big files, which
 /// were chunks of their own from 32 KiB on.
 const RULES: [Grouping; 8] = [
-    Grouping { alone: 256 * KIB, min: 128 * KIB, one_in: 8 },
-    Grouping { alone: 256 * KIB, min: 64 * KIB, one_in: 4 },
-    Grouping { alone: 64 * KIB, min: 48 * KIB, one_in: 2 },
-    Grouping { alone: 64 * KIB, min: 32 * KIB, one_in: 2 },
-    Grouping { alone: 32 * KIB, min: 32 * KIB, one_in: 2 },
-    Grouping { alone: 32 * KIB, min: 16 * KIB, one_in: 2 },
-    Grouping { alone: 32 * KIB, min: 8 * KIB, one_in: 2 },
-    Grouping { alone: 4 * KIB, min: 0, one_in: 1 },
+    Grouping { alone: 256 * KIB, min: 128 * KIB, cut_bits: 3 },
+    Grouping { alone: 256 * KIB, min: 64 * KIB, cut_bits: 2 },
+    Grouping { alone: 64 * KIB, min: 48 * KIB, cut_bits: 1 },
+    Grouping { alone: 64 * KIB, min: 32 * KIB, cut_bits: 1 },
+    Grouping { alone: 32 * KIB, min: 32 * KIB, cut_bits: 1 },
+    Grouping { alone: 32 * KIB, min: 16 * KIB, cut_bits: 1 },
+    Grouping { alone: 32 * KIB, min: 8 * KIB, cut_bits: 1 },
+    Grouping { alone: 4 * KIB, min: 0, cut_bits: 0 },
 ];
 const VERSIONS: usize = 4;
 /// One file in so many changes; of a program's start, one folder in so many is read.
@@ -56,7 +56,7 @@ const FOLDER_MIN: usize = 10;
 /// Regular files, by folder.
 type Files = BTreeMap<PathBuf, Vec<PathBuf>>;
 
-/// What is known about one rule so far.
+/// The results of one rule so far.
 #[derive(Default)]
 struct Row {
     seen: HashSet<Digest>,
@@ -134,7 +134,8 @@ fn measure(tree: &Path, work: &Path) -> Result<()> {
         "| alone, group from, cut before 1 in | chunks | mean KiB | packs MiB | manifest KiB | map KiB | start: chunks; runs; MiB | scattered | folder |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    for (Grouping { alone, min, one_in }, row) in RULES.iter().zip(&rows) {
+    for (Grouping { alone, min, cut_bits }, row) in RULES.iter().zip(&rows) {
+        let one_in = 1u32 << cut_bits;
         let [scattered, folder] = [0, 1].map(|kind| row.fetched[kind] as f64 / row.changed[kind]);
         let (alone, min) = (alone / KIB, min / KIB);
         println!(

@@ -96,6 +96,20 @@ fn one_image_is_collected_and_others_without_a_name_stay() {
 }
 
 #[test]
+fn an_image_whose_manifest_is_damaged_can_be_collected_alone() {
+    let (_folder, store, [a, b]) = two();
+    let manifest = store.root().join(format!("manifests/{a}"));
+    assert!(manifest.exists(), "{}", manifest.display());
+    fs::write(&manifest, b"damaged").unwrap();
+    assert!(catalog::gc_image(&store, &[], "a").unwrap());
+    assert_eq!(catalog::resolve(&store, "a").unwrap_err().kind(), ErrorKind::NotFound);
+    assert!(verify(&store, &b).damage.is_empty());
+    // The name of one that is gone keeps no other collection back.
+    assert!(catalog::gc(&store, &[], false).unwrap().manifests == 0);
+    assert!(verify(&store, &b).damage.is_empty());
+}
+
+#[test]
 fn a_name_whose_record_is_damaged_can_be_removed() {
     let (_folder, store, [_, b]) = two();
     fs::write(store.root().join("images/a"), b"{").unwrap();

@@ -24,8 +24,10 @@ use buggy_cache::{
 use common::{
     chunk, is_here, key,
     lives::{LIMIT, checkpointed, full, handed_on, left_over, run},
-    settings,
+    loans, settings,
 };
+
+use testkit::Space;
 
 /// Seeds that are tried for each bug.
 const SEEDS: u64 = 60;
@@ -124,9 +126,16 @@ fn apart() {
     assert_ne!(of(&Domain::of(b"a")), of(&Domain::PUBLIC));
 }
 
+/// Calls `promise` with a folder.
+fn in_folder(promise: impl FnOnce(&std::path::Path)) {
+    promise(Space::new("buggy-cache").path("cache").as_path());
+}
+
 /// The promises, the cheap ones first.
-const PROMISES: [(&str, fn()); 11] = [
+const PROMISES: [(&str, fn()); 13] = [
     ("apart", apart),
+    ("loans", || in_folder(loans::stay)),
+    ("ended loans", || in_folder(loans::count_elsewhere)),
     ("held", held),
     ("filled", filled),
     ("prefetched", prefetched),

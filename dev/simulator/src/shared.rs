@@ -26,7 +26,7 @@ use tokio::time::sleep;
 use crate::{
     Crash, Disk, FaultySource, Model, Mood,
     disk::Faults,
-    world::{READ_TIME_MAX, Reader, Readers, SimVolume, runtime, some_range},
+    world::{Reader, Readers, SimVolume, idle, runtime, some_range},
 };
 
 /// The last image is the hostile one.
@@ -73,15 +73,7 @@ impl Image {
 
     async fn settle(&mut self) -> Result<(), String> {
         self.readers.join().await?;
-        let until = tokio::time::Instant::now() + READ_TIME_MAX;
-        while self.volume.status().in_flight > 0 {
-            if tokio::time::Instant::now() > until {
-                return Err("a fetch never ends".into());
-            }
-            sleep(Duration::from_millis(10)).await;
-        }
-        sleep(Duration::from_millis(1)).await;
-        Ok(())
+        idle(&self.volume).await
     }
 }
 

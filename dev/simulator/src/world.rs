@@ -35,6 +35,19 @@ pub(crate) fn runtime() -> Result<Runtime, String> {
     runtime.map_err(|error| format!("no runtime: {error}"))
 }
 
+/// Waits until nothing is fetched.
+pub(crate) async fn idle(volume: &SimVolume) -> Result<(), String> {
+    let until = Instant::now() + READ_TIME_MAX;
+    while volume.status().in_flight > 0 {
+        if timeout_at(until, sleep(Duration::from_millis(10))).await.is_err() {
+            return Err("a fetch never ends".into());
+        }
+    }
+    // A task leaves the table just before it ends, and its account is closed by its end.
+    sleep(Duration::from_millis(1)).await;
+    Ok(())
+}
+
 /// Some blocks of an image.
 pub(crate) fn some_range(model: &Model, rng: &mut Rng) -> ByteRange {
     let all = model.range();
@@ -166,14 +179,7 @@ impl World {
         self.stop_fill();
         self.stop_profile();
         self.join().await?;
-        let until = Instant::now() + READ_TIME_MAX;
-        while self.volume.status().in_flight > 0 {
-            if timeout_at(until, sleep(Duration::from_millis(10))).await.is_err() {
-                return Err("a fetch never ends".into());
-            }
-        }
-        // A task leaves the table just before it ends, and its account is closed by its end.
-        sleep(Duration::from_millis(1)).await;
+        idle(&self.volume).await?;
         self.upkeep();
         if self.disk.is_off() { Ok(()) } else { self.compare_accounts() }
     }

@@ -66,12 +66,22 @@ pub fn read(cache: &Cache, n: u64) -> bool {
 
 /// Lent chunks neither go nor take room, however much comes, and whatever is asked for.
 pub fn stay(path: &Path) {
-    let (cache, _) = half_lent(path);
+    let cache = open(path, Vec::new());
+    // The policy would give up the latest first.
+    admit(&cache, 500..500 + HALF / 2);
+    admit(&cache, 0..HALF);
+    cache.lend(lent(&cache, path, 0..HALF));
     let lent = cache.report().lent;
     admit(&cache, 1000..1000 + 3 * FIT);
     let report = cache.report();
     assert!((0..HALF).all(|n| read(&cache, n)), "{report:?}");
     assert!(report.used > LIMIT / 2 && report.lent == lent, "{report:?}");
+    // The policy names a chunk that is held, and then none.
+    let hold = cache.hold(&[key(500)]).unwrap();
+    cache.evict(u64::MAX / 2);
+    let report = cache.report();
+    assert_eq!((report.used, report.held, report.chunks), (LEN, LEN, HALF + 1), "{report:?}");
+    drop(hold);
     cache.evict(u64::MAX / 2);
     cache.resize(Some(Amount::Bytes(1 << 20)), Amount::Bytes(0));
     let report = cache.report();

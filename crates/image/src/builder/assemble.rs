@@ -155,7 +155,7 @@ pub(super) struct Assembled {
 impl Assembler<'_> {
     /// Consumes `input` to its end.
     pub(super) fn run(&self, input: &mut impl Input, packs: PackWriter) -> Result<Assembled> {
-        let mut placer = Placer::new(self.grouping);
+        let mut placer = Placer { grouping: self.grouping, ..Placer::default() };
         let mut storer =
             Storer { known: self.known, packs, chunks: vec![], checksums: vec![], apart: false };
         let (mut raw, mut done) = (Vec::new(), Vec::new());
@@ -205,6 +205,7 @@ impl Assembler<'_> {
 }
 
 /// Assigns pieces to chunks.
+#[derive(Default)]
 struct Placer {
     grouping: Grouping,
     /// Pieces of this image: chunk and offset.
@@ -219,18 +220,6 @@ struct Placer {
 }
 
 impl Placer {
-    fn new(grouping: Grouping) -> Self {
-        Self {
-            grouping,
-            seen: HashMap::new(),
-            placed: Placed::default(),
-            chunks: 0,
-            group: Vec::new(),
-            group_index: 0,
-            first: false,
-        }
-    }
-
     /// Takes the next wave and returns the chunks that it completes.
     fn next_wave(&mut self, input: &mut impl Input, ended: &mut bool) -> Result<Vec<RawChunk>> {
         let mut out = Vec::new();

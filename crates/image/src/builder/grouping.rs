@@ -24,15 +24,15 @@ pub struct Grouping {
     pub alone: u32,
     /// From this length in bytes on, a group ends before a piece whose content determines a cut …
     pub min: u32,
-    /// … which one piece in so many does: 1, 2, 4, …, 128.
-    pub one_in: u8,
+    /// … which one piece in two to this power does, up to seven.
+    pub cut_bits: u8,
 }
 
 /// Chosen by measurement (docs/performance.md, "Lengths of chunks"): the longest chunks of which a
 /// rebuilt tree fetches at most four times its scattered changes, and 1.5 times a changed folder.
 impl Default for Grouping {
     fn default() -> Self {
-        Self { alone: 32 << 10, min: 16 << 10, one_in: 2 }
+        Self { alone: 32 << 10, min: 16 << 10, cut_bits: 1 }
     }
 }
 
@@ -44,7 +44,7 @@ impl Grouping {
 
     /// True if a group of `group` bytes ends before the piece of this length and digest.
     pub(super) fn ends(&self, group: usize, len: usize, digest: &Digest) -> bool {
-        let cut = digest.as_bytes()[0] & self.one_in.saturating_sub(1) == 0;
+        let cut = digest.as_bytes()[0].trailing_zeros() >= self.cut_bits.into();
         group >= self.min as usize && cut || group + len > CHUNK_MAX as usize
     }
 }

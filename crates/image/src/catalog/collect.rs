@@ -87,10 +87,16 @@ pub fn gc_image(store: &impl ObjectStore, needed: &[Digest], name: &str) -> Resu
     if needed.contains(&digest) {
         return Ok(false);
     }
-    let bytes = load_bytes(store, &digest)?;
     let mut objects = HashSet::from([manifest_object(&digest)?]);
     objects.insert(ObjectKind::Profile.object(digest)?);
-    for object in Manifest::decode_objects(&bytes, &ManifestLimits::default())? {
+    let bytes = load_bytes(store, &digest);
+    let needs = bytes.and_then(|it| Manifest::decode_objects(&it, &ManifestLimits::default()));
+    let needs = match needs {
+        // Nobody can tell any more: [`gc`] finds them once the name is gone.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => vec![],
+        needs => needs?,
+    };
+    for object in needs {
         if let Some(table) = object.digest(ObjectKind::Derived) {
             objects.insert(ObjectKind::Origins.object(table)?);
             objects.insert(ObjectKind::StoredLayers.object(table)?);

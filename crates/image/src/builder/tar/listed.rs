@@ -20,6 +20,7 @@ use super::{
     super::{
         BuildOptions, Xattrs,
         assemble::{Assembled, Extent, NOWHERE, Origin, Placed},
+        grouping::Grouping,
         xattrs,
     },
     describe::Description,
@@ -168,10 +169,8 @@ fn content(file: &Listed) -> Digest {
     Digest::of(&parts)
 }
 
-/// From this length on, a group ends before a file whose content determines a cut: 128 KiB.
-const GROUP_MIN: u32 = 128 << 10;
-/// … which is one file in eight.
-const GROUP_CUT_MASK: u8 = 7;
+/// The rule of groups, with the digest of a file's size and parts for that of its content.
+const GROUPING: Grouping = Grouping { alone: CHUNK_MAX, min: 128 << 10, cut_bits: 3 };
 /// The tail of a big file is a chunk of its own from this length on.
 const TAIL_MIN: u32 = 32 << 10;
 
@@ -236,10 +235,7 @@ impl Sketch {
         }
         let len = (size - window).min(u64::from(CHUNK_MAX)).next_multiple_of(BLOCK_SIZE) as u32;
         let of_big_file = size > u64::from(CHUNK_MAX);
-        let may_join = |group: &u32| {
-            let is_cut = *group >= GROUP_MIN && content.as_bytes()[0] & GROUP_CUT_MASK == 0;
-            !is_cut && group + len <= CHUNK_MAX
-        };
+        let may_join = |group: &u32| !GROUPING.ends(*group as usize, len as usize, content);
         // Each piece of a big file begins a chunk; after a short tail, other files join it.
         let joins = self.open && !of_big_file && self.chunks.last().is_some_and(may_join);
         if !joins {
