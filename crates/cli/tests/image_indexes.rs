@@ -5,6 +5,7 @@
 
 use std::{
     fs,
+    io::ErrorKind,
     net::{Ipv4Addr, TcpListener},
     os::{
         fd::OwnedFd,
@@ -113,8 +114,9 @@ fn a_plain_image_is_lazy_at_its_second_pull() {
             node.ctr(&[&["snapshots", "--snapshotter", "burgeon"][..], words].concat()).unwrap();
         };
         snapshots(&["prepare", "key"]);
-        snapshots(&["commit", "none", "key"]);
-        snapshots(&["rm", "none"]);
+        let label = format!("containerd.io/snapshot/cri.manifest-digest=sha256:{:064}", 1);
+        snapshots(&["label", "key", &label]);
+        snapshots(&["rm", "key"]);
     };
     again(&node);
     let state = |is: &str| {
@@ -151,9 +153,17 @@ fn a_plain_image_is_lazy_at_its_second_pull() {
     let root = space.path("root");
     let verified = burgeon.ok(&["snapshotter", "verify", "--root", root.to_str().unwrap()]);
     assert!(verified.ends_with(": verified\n"), "{verified}");
-    // Without room it goes with the image, and nothing of it is left in the store.
-    set.configure("index-min = 0\nindex-kept = 0");
+    // Without room it goes with the image, and nothing of it is left in the store; but not while
+    // the configuration cannot be read.
+    set.configure("index-min = 0\nindex-kept = 0\nindex-max = \"many\"");
     remove(&node);
+    let log = || fs::read_to_string(space.path("s.log")).unwrap_or_default();
+    let is_told =
+        || log().lines().any(|line| line.contains("put off") && line.contains("index-max"));
+    assert!(wait_until(PATIENCE, is_told), "{}", log());
+    assert_eq!(indexes(&burgeon, &space)[0]["state"], "made");
+    set.configure("index-min = 0\nindex-kept = 0");
+    again(&node);
     assert!(wait_until(PATIENCE, || indexes(&burgeon, &space).is_empty()));
     for part in ["derived", "origins", "manifests", "images"] {
         let left = || fs::read_dir(space.path("state/store").join(part)).unwrap().count();
@@ -198,9 +208,16 @@ fn an_index_is_made_at_the_lowest_priority_and_ends_with_the_snapshotter() {
         assert!(wait_until(PATIENCE, asks) && connection.is_some(), "it asks no registry");
         let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         let nice = stat.rsplit(')').next().unwrap().split_whitespace().nth(16).unwrap().to_owned();
-        (child, nice)
+        (child, nice, connection.unwrap().0)
     });
-    let (mut child, nice) = parent.join().unwrap();
+    let (mut child, nice, mut asked) = parent.join().unwrap();
     assert_eq!(nice, "19");
     assert_eq!(child.wait().unwrap().signal(), Some(9));
+    // The process that reads the registry ends with it.
+    asked.set_nonblocking(false).unwrap();
+    asked.set_read_timeout(Some(PATIENCE)).unwrap();
+    match std::io::copy(&mut asked, &mut std::io::sink()) {
+        Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
+        _ => {}
+    }
 }

@@ -47,8 +47,12 @@ impl Chains {
         remote::claim_within(limit, &self.layers, &self.claims, wanted)
     }
 
-    pub(crate) fn index_policy(&self) -> IndexPolicy {
+    pub(crate) fn index_policy(&self) -> Result<IndexPolicy> {
         self.layers.index_policy()
+    }
+
+    pub(crate) fn has_index(&self, index: &ImageIndex) -> bool {
+        self.layers.has_index(&index.image, &index.manifest)
     }
 
     pub(crate) fn make_index(&self, index: &ImageIndex) -> Result<IndexMade> {

@@ -412,7 +412,7 @@ pub fn read(root: &Path) -> Result<Loaded> {
     Ok(loaded)
 }
 
-/// The records of indexes. A damaged one is left out: the index is made once more.
+/// The records of indexes. A damaged one is left out: its index stays, like one of a user.
 fn read_indexes(folder: &Path) -> Result<Vec<ImageIndex>> {
     let failed = |e| Error::io(format!("cannot read {}", folder.display()), e);
     let mut indexes = Vec::new();
@@ -430,7 +430,9 @@ fn read_indexes(folder: &Path) -> Result<Vec<ImageIndex>> {
             Ok(index) if index.record_name().is_ok_and(|own| own == name) => indexes.push(index),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Ok(_) => tracing::warn!(path = %path.display(), "it is the record of another index"),
-            Err(error) => tracing::warn!(path = %path.display(), %error, "an index is forgotten"),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "the index of an image stays for good");
+            }
         }
     }
     Ok(indexes)

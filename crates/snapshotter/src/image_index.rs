@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 /// Most records. When there are more images, the indexes of those that are gone make room.
 pub(crate) const INDEXES_MAX: usize = 10_000;
+
 /// The index of an image: the record of what was done about it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ImageIndex {
@@ -24,6 +25,9 @@ pub struct ImageIndex {
     pub changed: SystemTime,
     /// When its last snapshot was found gone.
     pub unused_since: Option<SystemTime>,
+    /// It could not be removed; when that is tried again. Known to this process alone.
+    #[serde(skip)]
+    pub(crate) stuck_until: Option<SystemTime>,
 }
 
 /// The state of an index.

@@ -12,7 +12,8 @@
 //!
 //! Invariants, held by `tests/indexes.rs`, which stops at every step: one index is made at a time;
 //! its record is durable before it is begun, so that no index is left without one; the index of an
-//! image that any snapshot has is not removed; a start asks no registry.
+//! image that any snapshot has is not removed, nor one that was there before; a start asks no
+//! registry; one that cannot be removed holds up no other.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -38,12 +39,14 @@ const FIRST_PAUSE: Duration = Duration::from_secs(10 * 60);
 /// The longest time until images are looked at again without a change.
 const LOOK: Duration = Duration::from_secs(10 * 60);
 
-/// True if it may be tried now.
-fn is_due(index: &ImageIndex, now: SystemTime) -> bool {
+/// True if it may be tried now, for an image that was unpacked at `unpacked`.
+fn is_due(index: &ImageIndex, unpacked: SystemTime, now: SystemTime) -> bool {
     let pause = match index.state {
         IndexState::Begun => Duration::ZERO,
         IndexState::Failed(_) => FIRST_PAUSE * 6u32.saturating_pow(index.tries.saturating_sub(1)),
-        IndexState::Made { .. } | IndexState::LeftOut(_) => return false,
+        // A pull that could have used it did not: perhaps a user has removed it.
+        IndexState::Made { .. } => return unpacked > index.changed,
+        IndexState::LeftOut(_) => return false,
     };
     // A clock that was set back delays nothing for long.
     let passed = now.duration_since(index.changed).unwrap_or(pause);
@@ -70,18 +73,13 @@ fn next(
     policy: IndexPolicy,
     now: SystemTime,
 ) -> Option<Step> {
-    let in_labels: HashSet<&str> =
-        all.iter().filter_map(|one| Some(one.labels.get(remote::MANIFEST)?.as_str())).collect();
-    let sources: Vec<&String> =
-        all.iter().filter_map(|one| one.remote.as_ref()).flat_map(|it| &it.sources).collect();
-    // A digest in the middle of a reference is that of the manifest.
-    let is_used = |index: &ImageIndex| {
-        let manifest = index.manifest.as_str();
-        in_labels.contains(manifest) || sources.iter().any(|source| source.contains(manifest))
-    };
-    for index in known.values() {
+    let used: HashSet<&str> = all.iter().flat_map(remote::manifests).collect();
+    // One that could not be removed is left alone for a while.
+    let is_stuck = |index: &&ImageIndex| index.stuck_until.is_some_and(|until| now < until);
+    for index in known.values().filter(|index| !is_stuck(index)) {
         let one = || index.clone();
-        let step = match (is_used(index), index.unused_since, &index.state) {
+        let is_used = used.contains(index.manifest.as_str());
+        let step = match (is_used, index.unused_since, &index.state) {
             (true, Some(_), _) => Step::Note(ImageIndex { unused_since: None, ..one() }),
             (false, None, IndexState::Made { .. }) => {
                 Step::Note(ImageIndex { unused_since: Some(now), ..one() })
@@ -89,6 +87,11 @@ fn next(
             // The process died, perhaps when the index was finished.
             (false, _, IndexState::Begun) => Step::Remove(one()),
             (false, _, IndexState::Failed(_) | IndexState::LeftOut(_)) => Step::Forget(one()),
+            // It may be the image that ends the process.
+            (true, None, IndexState::Begun) if index.tries >= TRIES_MAX => {
+                let why = "the snapshotter ended each time while it was made".to_owned();
+                Step::Note(ImageIndex { state: IndexState::Failed(why), changed: now, ..one() })
+            }
             _ => continue,
         };
         return Some(step);
@@ -96,7 +99,8 @@ fn next(
     let unused = || known.values().filter(|index| index.unused_since.is_some());
     let is_crowded =
         unused().map(ImageIndex::bytes).sum::<u64>() > policy.kept || known.len() >= INDEXES_MAX;
-    if is_crowded && let Some(oldest) = unused().min_by_key(|index| index.unused_since) {
+    let removable = unused().filter(|index| !is_stuck(index));
+    if is_crowded && let Some(oldest) = removable.min_by_key(|index| index.unused_since) {
         return Some(Step::Remove(oldest.clone()));
     }
     if !policy.is_on || known.len() >= INDEXES_MAX {
@@ -105,21 +109,29 @@ fn next(
     let mut images: Vec<&Snapshot> =
         all.iter().filter(|one| remote::completed_image(one).is_some()).collect();
     images.sort_by_key(|snapshot| snapshot.id);
-    images.into_iter().filter_map(remote::completed_image).find_map(|(image, manifest)| {
+    images.into_iter().find_map(|snapshot| {
+        let (image, manifest) = remote::completed_image(snapshot)?;
         let tries = match known.get(manifest) {
             None => 0,
-            Some(known) if is_due(known, now) => known.tries,
-            Some(_) => return None,
+            Some(known) if !is_due(known, snapshot.created, now) => return None,
+            Some(ImageIndex { state: IndexState::Made { .. }, .. }) => 0,
+            Some(known) => known.tries,
         };
         Some(Step::Make(ImageIndex {
             image: image.to_owned(),
             manifest: manifest.to_owned(),
             state: IndexState::Begun,
             tries: tries + 1,
-            changed: now,
+            // A clock that was set back makes no index older than its image.
+            changed: now.max(snapshot.created),
             unused_since: None,
+            stuck_until: None,
         }))
     })
+}
+
+fn there_before() -> IndexState {
+    IndexState::LeftOut("`burgeon index` has made it before".to_owned())
 }
 
 impl Snapshotter {
@@ -130,7 +142,7 @@ impl Snapshotter {
             // It waits first: a start asks no registry.
             while this.images.wait(Some(LOOK)) {
                 loop {
-                    match this.index_next(SystemTime::now()) {
+                    match this.index_next(&SystemTime::now) {
                         Ok(true) if !this.images.is_over() => {}
                         Ok(_) => break,
                         Err(error) => {
@@ -145,25 +157,45 @@ impl Snapshotter {
 
     /// Makes or removes one index, or notes a change; false if nothing is to be done.
     #[doc(hidden)]
-    pub fn index_next(&self, now: SystemTime) -> Result<bool> {
+    pub fn index_next(&self, now: &dyn Fn() -> SystemTime) -> Result<bool> {
         let Some(chains) = &self.chains else { return Ok(false) };
-        let policy = chains.index_policy();
-        let step = next(&self.lock(), &self.known_indexes(), policy, now);
+        let policy = chains.index_policy()?;
+        let step = next(&self.lock(), &self.known_indexes(), policy, now());
         match step {
             None => Ok(false),
             Some(Step::Note(index)) => self.note_index(index).map(|()| true),
-            Some(Step::Remove(index)) => {
-                chains.remove_index(&index)?;
-                tracing::info!(image = index.image, "removed the index of an image");
-                self.forget_index(&index).map(|()| true)
-            }
+            Some(Step::Remove(index)) => self.remove_index(chains, index, now()).map(|()| true),
             Some(Step::Forget(index)) => self.forget_index(&index).map(|()| true),
             Some(Step::Make(index)) => self.make_index(chains, index, now).map(|()| true),
         }
     }
 
-    fn make_index(&self, chains: &Chains, begun: ImageIndex, now: SystemTime) -> Result<()> {
-        // Whatever is made from now on is known to be this process's.
+    fn remove_index(&self, chains: &Chains, index: ImageIndex, now: SystemTime) -> Result<()> {
+        let image = &index.image;
+        if let Err(error) = chains.remove_index(&index) {
+            let minutes = FIRST_PAUSE.as_secs() / 60;
+            tracing::warn!(image, %error, minutes, "an index stays for now; it is tried again");
+            // Of this process alone: the next one tries it at once.
+            let index = ImageIndex { stuck_until: Some(now + FIRST_PAUSE), ..index };
+            self.known_indexes().insert(index.manifest.clone(), index);
+            return Ok(());
+        }
+        tracing::info!(image, "removed the index of an image");
+        self.forget_index(&index)
+    }
+
+    fn make_index(
+        &self,
+        chains: &Chains,
+        begun: ImageIndex,
+        now: &dyn Fn() -> SystemTime,
+    ) -> Result<()> {
+        let former = self.known_indexes().get(&begun.manifest).map(|index| index.state.clone());
+        let was_ours = matches!(former, Some(IndexState::Begun | IndexState::Made { .. }));
+        if !was_ours && chains.has_index(&begun) {
+            return self.note_index(ImageIndex { state: there_before(), changed: now(), ..begun });
+        }
+        // An index that is there from now on is known to be this process's.
         self.note_index(begun.clone())?;
         let image = &begun.image;
         let state = match chains.make_index(&begun) {
@@ -172,17 +204,20 @@ impl Snapshotter {
                 IndexState::Made { bytes }
             }
             // By an earlier try, which died before it could tell.
-            Ok(IndexMade::WasThere { bytes }) if begun.tries > 1 => IndexState::Made { bytes },
-            Ok(IndexMade::WasThere { .. }) => {
-                IndexState::LeftOut("`burgeon index` has made it before".to_owned())
-            }
+            Ok(IndexMade::WasThere { bytes }) if was_ours => IndexState::Made { bytes },
+            Ok(IndexMade::WasThere { .. }) => there_before(),
             Ok(IndexMade::LeftOut(why)) => IndexState::LeftOut(why),
             Err(error) => {
                 tracing::warn!(image, %error, "an image has no index");
                 IndexState::Failed(error.to_string())
             }
         };
-        self.note_index(ImageIndex { state, changed: now, ..begun })
+        // A pause begins when the try has ended.
+        let changed = match state {
+            IndexState::Made { .. } => now().max(begun.changed),
+            _ => now(),
+        };
+        self.note_index(ImageIndex { state, changed, ..begun })
     }
 
     fn forget_index(&self, index: &ImageIndex) -> Result<()> {

@@ -85,8 +85,10 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn serve(&self) -> Result<()>;
     /// Unmounts a chain, without waiting for its users.
     fn unmount(&self, at: &Path) -> Result<()>;
-    /// What the configuration says about indexes now.
-    fn index_policy(&self) -> IndexPolicy;
+    /// The configuration of indexes as it is now.
+    fn index_policy(&self) -> Result<IndexPolicy>;
+    /// True if that image has an index.
+    fn has_index(&self, image: &str, manifest: &str) -> bool;
     /// Makes the index of the image `image`, as it was typed, with the manifest `manifest`, by
     /// which a later claim of its chains may succeed. It may take long, and gives others priority.
     /// One that was not finished is never used.
@@ -139,6 +141,19 @@ fn top_of(labels: &Labels) -> Option<(&str, &str)> {
     let is_top = label(LAYER)? == label(LAYERS)?;
     let manifest = label(MANIFEST).filter(|manifest| hex_of(manifest).is_some());
     Some((label(IMAGE)?, manifest?)).filter(|_| is_top)
+}
+
+/// The digest in a reference, `REPOSITORY@DIGEST#chain=CHAIN`.
+fn manifest_of(source: &str) -> Option<&str> {
+    let image = source.split_once('#').map_or(source, |(image, _)| image);
+    image.rsplit_once('@').map(|(_, digest)| digest)
+}
+
+/// The digests of the manifests that the snapshot may be mounted from, or was unpacked from.
+pub(crate) fn manifests(snapshot: &Snapshot) -> impl Iterator<Item = &str> {
+    let label = snapshot.labels.get(MANIFEST).map(String::as_str);
+    let sources = snapshot.remote.iter().flat_map(|remote| &remote.sources);
+    label.into_iter().chain(sources.filter_map(|source| manifest_of(source)))
 }
 
 /// The image and the digest of its manifest, if the layer completes one that was unpacked.

@@ -71,6 +71,8 @@ pub struct Snapshotter {
     trash: Bell,
     /// Rings when an image was unpacked or removed.
     pub(crate) images: Bell,
+    /// A snapshot of an image was removed, and `images` has not rung since.
+    has_removed_image: AtomicBool,
     /// By the digest of the manifest. The indexer's thread alone changes them.
     indexes: Mutex<BTreeMap<String, ImageIndex>>,
     /// `None`: all layers are local.
@@ -113,6 +115,7 @@ impl Snapshotter {
             // An earlier process may have left something.
             trash: Bell { has_rung: Mutex::new(true), ..Bell::default() },
             images: Bell::default(),
+            has_removed_image: AtomicBool::new(false),
             indexes: Mutex::new(indexes.map(|one| (one.manifest.clone(), one)).collect()),
             chains: None,
             containers: Containers::default(),
@@ -136,16 +139,19 @@ impl Snapshotter {
     pub fn start_cleaner(self: &Arc<Self>) -> std::io::Result<thread::JoinHandle<()>> {
         let this = Arc::clone(self);
         thread::Builder::new().name("cleaner".into()).spawn(move || {
-            let mut is_start = true;
             while this.trash.wait(None) {
+                // Before the trash is emptied: another one may be removed meanwhile.
+                let is_image = this.has_removed_image.swap(false, Ordering::Relaxed);
                 match this.empty_trash() {
-                    Ok(()) if is_start => {}
-                    // An image that was mounted until now may have an index to be removed.
-                    Ok(()) => this.images.ring(),
+                    // Unmounted, so its index can be removed.
+                    Ok(()) if is_image => this.images.ring(),
+                    Ok(()) => {}
                     // The next Remove, or containerd's next Cleanup, tries again.
-                    Err(error) => tracing::warn!(%error, "a removed snapshot stays for now"),
+                    Err(error) => {
+                        this.has_removed_image.fetch_or(is_image, Ordering::Relaxed);
+                        tracing::warn!(%error, "a removed snapshot stays for now");
+                    }
                 }
-                is_start = false;
             }
         })
     }
@@ -374,10 +380,11 @@ impl Snapshotter {
         self.disk.sync_layer(snapshot.id)?;
         snapshot.usage = Some(self.measure(snapshot.id)?);
         self.disk.write(&snapshot)?;
-        if remote::completed_image(&snapshot).is_some() {
+        let completes = remote::completed_image(&snapshot).is_some();
+        self.lock().put(Some(key), snapshot);
+        if completes {
             self.images.ring();
         }
-        self.lock().put(Some(key), snapshot);
         if before.is_some() {
             // Its mount and its writes are not needed any more.
             self.trash.ring();
@@ -392,6 +399,9 @@ impl Snapshotter {
         let snapshot = self.lock().plan_remove(key)?;
         self.disk.remove_record(snapshot.id)?;
         self.lock().forget(key);
+        if remote::manifests(&snapshot).next().is_some() {
+            self.has_removed_image.store(true, Ordering::Relaxed);
+        }
         if snapshot.remote.is_none() {
             self.disk.discard_some_time(snapshot.id);
         }

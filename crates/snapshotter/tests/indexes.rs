@@ -11,7 +11,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind};
 use burgeon_snapshotter::{
     CallError, ImageIndex, IndexMade, IndexPolicy, IndexState, Snapshotter,
-    model::{Refusal, SnapshotKind},
+    model::{Labels, Refusal, SnapshotKind},
 };
 use fake::{Fake, labels_of};
 
@@ -56,7 +56,7 @@ fn remove(all: &Snapshotter, number: usize) {
 /// Does all that is to be done now.
 fn work(all: &Snapshotter, now: SystemTime) {
     for _ in 0..100 {
-        if !all.index_next(now).unwrap() {
+        if !all.index_next(&|| now).unwrap() {
             return;
         }
     }
@@ -80,7 +80,7 @@ fn an_unpacked_image_gets_an_index_and_its_next_pull_is_remote() {
     let labels = labels_of("1-0", "local/1:1", &manifest(1), false);
     all.create(SnapshotKind::Active, "unpack", None, labels.clone()).unwrap();
     all.commit("unpack", "1-0", None, labels).unwrap();
-    assert!(!all.index_next(now).unwrap());
+    assert!(!all.index_next(&|| now).unwrap());
     all.remove("1-0").unwrap();
     assert!(!pull(&all, 1));
     work(&all, now);
@@ -99,6 +99,12 @@ fn an_unpacked_image_gets_an_index_and_its_next_pull_is_remote() {
     assert_eq!(indexes(&root)[0].unused_since, None);
     // While it is used, no lack of room removes it.
     *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 0 };
+    work(&all, now);
+    assert_eq!(indexes(&root).len(), 1);
+    // Nor if only the source of its chain names it.
+    for layer in ["1-0", "1-1"] {
+        all.update(layer, &Labels::new(), &[]).unwrap();
+    }
     work(&all, now);
     assert_eq!(indexes(&root).len(), 1);
     remove(&all, 1);
@@ -193,6 +199,119 @@ fn failures_are_tried_again_and_told() {
     assert_eq!(indexes(&root), []);
 }
 
+#[test]
+fn a_pause_begins_when_the_try_has_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let fake = Arc::new(Fake::default());
+    let all = open(&folder.path().join("root"), &fake);
+    pull(&all, 1);
+    *fake.takes.lock().unwrap() = HOUR;
+    let fail = || {
+        let away = Error::new(ErrorKind::Unavailable, "the registry is away");
+        *fake.refusal.lock().unwrap() = Some(Err(away));
+    };
+    let clock = || *fake.now.lock().unwrap();
+    fail();
+    assert!(all.index_next(&clock).unwrap());
+    fail();
+    assert!(!all.index_next(&clock).unwrap(), "it is tried again without a pause");
+    *fake.now.lock().unwrap() += Duration::from_secs(601);
+    assert!(all.index_next(&clock).unwrap());
+}
+
+#[test]
+fn an_index_that_cannot_be_removed_holds_up_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let fake = Arc::new(Fake::default());
+    let all = open(&root, &fake);
+    let now = SystemTime::now();
+    *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 0 };
+    *fake.stuck.lock().unwrap() = Some(manifest(1));
+    for number in [1, 2] {
+        pull(&all, number);
+        work(&all, now);
+        remove(&all, number);
+    }
+    work(&all, now);
+    pull(&all, 3);
+    work(&all, now);
+    let made = || fake.indexes.lock().unwrap().clone();
+    assert_eq!(made(), [manifest(1), manifest(3)].into());
+    // It is tried again after a pause.
+    *fake.stuck.lock().unwrap() = None;
+    work(&all, now + Duration::from_secs(60));
+    assert_eq!(made().len(), 2);
+    work(&all, now + HOUR);
+    assert_eq!(made(), [manifest(3)].into());
+}
+
+#[test]
+fn an_index_that_a_user_made_after_a_failure_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let fake = Arc::new(Fake::default());
+    let all = open(&root, &fake);
+    let now = SystemTime::now();
+    *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 0 };
+    pull(&all, 1);
+    let away = Error::new(ErrorKind::Unavailable, "the registry is away");
+    *fake.refusal.lock().unwrap() = Some(Err(away));
+    work(&all, now);
+    fake.indexes.lock().unwrap().insert(manifest(1));
+    work(&all, now + HOUR);
+    assert!(matches!(indexes(&root)[0].state, IndexState::LeftOut(_)));
+    remove(&all, 1);
+    work(&all, now + HOUR);
+    assert_eq!(*fake.indexes.lock().unwrap(), [manifest(1)].into());
+}
+
+/// As by `burgeon rm`: the record still says that the index was made.
+#[test]
+fn an_index_that_was_removed_is_made_again_at_the_next_pull() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let fake = Arc::new(Fake::default());
+    let all = open(&root, &fake);
+    pull(&all, 1);
+    work(&all, SystemTime::now());
+    fake.indexes.lock().unwrap().clear();
+    work(&all, SystemTime::now());
+    assert!(fake.indexes.lock().unwrap().is_empty(), "nobody has pulled the image");
+    remove(&all, 1);
+    work(&all, SystemTime::now());
+    assert!(!pull(&all, 1), "it has no index");
+    work(&all, SystemTime::now());
+    assert_eq!(*fake.indexes.lock().unwrap(), [manifest(1)].into());
+    assert_eq!((indexes(&root)[0].tries, indexes(&root).len()), (1, 1));
+}
+
+#[test]
+fn an_image_that_ends_the_process_is_not_tried_for_ever() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let fake = Arc::new(Fake::default());
+    pull(&open(&root, &fake), 1);
+    // Dies at the first step after the record that it was begun.
+    let live = |steps: i64| {
+        let all = open(&root, &fake);
+        all.die_after(steps);
+        let died = all.index_next(&SystemTime::now).is_err();
+        fake.indexes.lock().unwrap().clear();
+        died
+    };
+    let begun = || indexes(&root).first().map_or(0, |index| index.tries);
+    let steps = (0..20).find(|steps| live(*steps) && begun() == 1).unwrap();
+    for tries in 2..=4 {
+        assert!(live(steps));
+        assert_eq!((begun(), &indexes(&root)[0].state), (tries, &IndexState::Begun));
+    }
+    work(&open(&root, &fake), SystemTime::now() + HOUR * 1000);
+    let IndexState::Failed(why) = &indexes(&root)[0].state else { panic!("it is tried again") };
+    assert!(why.contains("ended each time"), "{why}");
+    assert_eq!((begun(), fake.indexes.lock().unwrap().len()), (4, 0));
+}
+
 /// Dies before each step of making and of removing an index.
 #[test]
 fn no_index_is_left_without_a_record() {
@@ -209,10 +328,10 @@ fn no_index_is_left_without_a_record() {
         remove(&all, 1);
         all.die_after(steps);
         let life = || -> burgeon_block::Result<()> {
-            while all.index_next(now)? {}
+            while all.index_next(&|| now)? {}
             all.remove("2-1").map_err(|_| Error::new(ErrorKind::LocalIo, "dead"))?;
             all.remove("2-0").map_err(|_| Error::new(ErrorKind::LocalIo, "dead"))?;
-            while all.index_next(now)? {}
+            while all.index_next(&|| now)? {}
             Ok(())
         };
         let died = life().is_err();

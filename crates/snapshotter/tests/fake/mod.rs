@@ -9,6 +9,7 @@ use std::{
         Mutex,
         atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed},
     },
+    time::{Duration, SystemTime},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -37,6 +38,12 @@ pub struct Fake {
     pub indexes: Mutex<BTreeSet<String>>,
     /// Why the next index cannot be made.
     pub refusal: Mutex<Option<Result<IndexMade>>>,
+    /// The time that each attempt to make one takes.
+    pub takes: Mutex<Duration>,
+    /// The time.
+    pub now: Mutex<SystemTime>,
+    /// The index that cannot be removed.
+    pub stuck: Mutex<Option<String>>,
 }
 
 impl Default for Fake {
@@ -51,6 +58,9 @@ impl Default for Fake {
             policy: Mutex::new(IndexPolicy { is_on: true, kept: u64::MAX }),
             indexes: Mutex::default(),
             refusal: Mutex::default(),
+            takes: Mutex::default(),
+            now: Mutex::new(SystemTime::now()),
+            stuck: Mutex::default(),
         }
     }
 }
@@ -122,11 +132,16 @@ impl Layers for Fake {
         self.step(|| unmount(at, UnmountFlags::DETACH).map_err(failed))
     }
 
-    fn index_policy(&self) -> IndexPolicy {
-        *self.policy.lock().unwrap()
+    fn index_policy(&self) -> Result<IndexPolicy> {
+        Ok(*self.policy.lock().unwrap())
+    }
+
+    fn has_index(&self, _: &str, manifest: &str) -> bool {
+        self.indexes.lock().unwrap().contains(manifest)
     }
 
     fn make_index(&self, _: &str, manifest: &str) -> Result<IndexMade> {
+        *self.now.lock().unwrap() += *self.takes.lock().unwrap();
         if let Some(refusal) = self.refusal.lock().unwrap().take() {
             return refusal;
         }
@@ -137,6 +152,9 @@ impl Layers for Fake {
     }
 
     fn remove_index(&self, _: &str, manifest: &str) -> Result<()> {
+        if self.stuck.lock().unwrap().as_deref() == Some(manifest) {
+            return Err(Error::new(ErrorKind::LocalIo, "the test keeps this index"));
+        }
         self.step(|| {
             self.indexes.lock().unwrap().remove(manifest);
             Ok(())

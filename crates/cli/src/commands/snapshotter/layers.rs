@@ -267,11 +267,21 @@ impl Layers for OwnLayers {
         self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME).map(drop)
     }
 
-    fn index_policy(&self) -> IndexPolicy {
-        let settings = self.settings();
+    fn index_policy(&self) -> Result<IndexPolicy> {
+        let (config, problems) = Config::examine(self.context.config.place.as_deref());
+        // The line that cannot be read may be the one that forbids indexes, or keeps them.
+        if let Some(problem) = problems.first() {
+            return Err(Error::new(ErrorKind::Invalid, problem.to_string()));
+        }
+        let settings = config.snapshotter;
         let is_on = settings.index.is_none_or(|index| index.value);
         let kept = settings.index_kept.map_or(SnapshotterConfig::INDEX_KEPT, |kept| kept.value);
-        IndexPolicy { is_on, kept }
+        Ok(IndexPolicy { is_on, kept })
+    }
+
+    fn has_index(&self, image: &str, manifest: &str) -> bool {
+        let text = text_of(image, manifest);
+        text.and_then(|text| oci_image::checked(&self.context, &text)).is_ok_and(|it| it.is_some())
     }
 
     fn make_index(&self, image: &str, manifest: &str) -> Result<IndexMade> {
