@@ -79,7 +79,7 @@ pub use state::{
         current_and_next as cache_dirs,
     },
     directory_identity::DirectoryIdentity,
-    gc::sweep,
+    gc::{sweep, sweep_one},
     layers::keep_layers,
     paths::StateDir,
     prepared::is_prepared,

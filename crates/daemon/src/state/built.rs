@@ -83,13 +83,20 @@ pub(crate) fn sweep(state: &StateDir, store: &Location, keep: &[Digest]) -> Resu
     for entry in entries.flatten() {
         let name = entry.file_name();
         let digest = name.to_str().and_then(|name| name.parse::<Digest>().ok());
-        let is_here = |record: BuiltRecord| record.store == *store;
-        let needed = digest.is_none_or(|digest| keep.contains(&digest));
-        if !needed && read(&entry.path()).is_ok_and(is_here) {
-            files::remove_file(&entry.path())?;
+        if let Some(digest) = digest.filter(|digest| !keep.contains(digest)) {
+            sweep_one(state, store, &digest)?;
         }
     }
     Ok(())
+}
+
+/// Removes the record of the image `digest` if it was built into `store`.
+pub(crate) fn sweep_one(state: &StateDir, store: &Location, digest: &Digest) -> Result<()> {
+    let path = state.all_built().join(digest.to_string());
+    match read(&path).is_ok_and(|record| record.store == *store) {
+        true => files::remove_file(&path),
+        false => Ok(()),
+    }
 }
 
 fn read(path: &Path) -> Result<BuiltRecord> {
@@ -106,7 +113,7 @@ mod tests {
     use burgeon_block::Digest;
     use burgeon_image::builder::Honours;
 
-    use super::{attributes, honoured, remember_built, sweep};
+    use super::{attributes, honoured, remember_built, sweep, sweep_one};
     use crate::state::{attributes::AttributesRequest, paths::StateDir};
 
     const NOTHING: Honours = Honours { suid: false, dev: false };
@@ -140,7 +147,12 @@ mod tests {
         for (digest, store) in digests.iter().zip([&here, &here, &there]) {
             remember_built(&state, store, digest, honours).unwrap();
         }
+        let honoured = || digests.map(|digest| honoured(&state, &digest).suid);
         sweep(&state, &here, &digests[..1]).unwrap();
-        assert_eq!(digests.map(|digest| honoured(&state, &digest).suid), [true, false, true]);
+        assert_eq!(honoured(), [true, false, true]);
+        sweep_one(&state, &here, &digests[2]).unwrap();
+        assert_eq!(honoured(), [true, false, true]);
+        sweep_one(&state, &here, &digests[0]).unwrap();
+        assert_eq!(honoured(), [false, false, true]);
     }
 }

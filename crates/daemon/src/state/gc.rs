@@ -21,25 +21,44 @@ pub fn sweep(
     }
     // Mapped images have only a cache here, which does not name its store.
     let mapped = images::all(state)?;
+    let is_mapped = |digest: &Digest| mapped.iter().any(|image| image.digest == *digest);
     let folders = fs::read_dir(state.images())
         .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
     for folder in folders.flatten().map(|entry| entry.path()) {
         let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let Ok(digest) = name.parse::<Digest>() else { continue };
-        let ready = files::read_json::<Ready>(&folder.join("ready.json"));
-        let elsewhere = ready.is_ok_and(|ready| ready.store != *store);
-        if keep.contains(&digest) || mapped.iter().any(|image| image.digest == digest) || elsewhere
-        {
+        if keep.contains(&digest) || !is_of(&folder, store) || is_mapped(&digest) {
             continue;
         }
         images += 1;
         bytes += allocated(&folder);
         if !dry_run {
-            files::remove_folder(&folder)?;
-            files::remove_file(&state.profile(&digest))?;
+            remove(state, &digest)?;
         }
     }
     Ok((images, bytes))
+}
+
+/// Removes the record of the image `digest`, and the image prepared from `store`. The caller knows
+/// that nothing needs it.
+pub fn sweep_one(state: &StateDir, store: &Location, digest: &Digest) -> Result<()> {
+    built::sweep_one(state, store, digest)?;
+    let mapped = images::all(state)?;
+    if !is_of(&state.image(digest), store) || mapped.iter().any(|image| image.digest == *digest) {
+        return Ok(());
+    }
+    remove(state, digest)
+}
+
+/// False if the image in `folder` was prepared from another store.
+fn is_of(folder: &Path, store: &Location) -> bool {
+    let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+    ready.map_or(true, |ready| ready.store == *store)
+}
+
+fn remove(state: &StateDir, digest: &Digest) -> Result<()> {
+    files::remove_folder(&state.image(digest))?;
+    files::remove_file(&state.profile(digest))
 }
 
 /// Bytes allocated to the files of a folder and of those in it.

@@ -78,7 +78,8 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
 
 /// Removes the name `name`, and then like [`gc`] its image, and what that alone needs; no stored
 /// layers. Leaves everything else. False if nothing was removed, because this host needs the image
-/// or a build is running.
+/// or a build is running. The name goes first, so that nobody finds half an image by it; after a
+/// death in the middle, the next [`gc`] removes the rest.
 pub fn gc_image(store: &impl ObjectStore, needed: &[Digest], name: &str) -> Result<bool> {
     let digest = match resolve(store, name) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),

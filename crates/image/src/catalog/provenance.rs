@@ -241,21 +241,32 @@ impl Provenance {
     /// another.
     pub fn prune(&self, has: impl Fn(&Digest) -> Result<bool>) -> Result<()> {
         for (manifest, known) in self.all()? {
-            if !known.stores.contains(&self.store) || has(&manifest)? {
-                continue;
+            if known.stores.contains(&self.store) && !has(&manifest)? {
+                self.remove(&manifest, &known)?;
             }
-            if known.stores.len() > 1 {
-                self.write(&manifest, |known| {
-                    known.stores.remove(&self.store);
-                })?;
-                continue;
-            }
-            let path = self.folder.join(manifest.to_string());
-            let failed = |error| Error::io(format!("cannot remove {}", path.display()), error);
-            let _lock = self.lock().map_err(failed)?;
-            fs::remove_file(&path).map_err(failed)?;
         }
         Ok(())
+    }
+
+    /// Removes the record of an image that the store no longer has, unless it was used in another.
+    pub fn forget(&self, manifest: &Digest) -> Result<()> {
+        let known = self.of(manifest);
+        match known.stores.contains(&self.store) {
+            true => self.remove(manifest, &known),
+            false => Ok(()),
+        }
+    }
+
+    fn remove(&self, manifest: &Digest, known: &ImageProvenance) -> Result<()> {
+        if known.stores.len() > 1 {
+            return self.write(manifest, |known| {
+                known.stores.remove(&self.store);
+            });
+        }
+        let path = self.folder.join(manifest.to_string());
+        let failed = |error| Error::io(format!("cannot remove {}", path.display()), error);
+        let _lock = self.lock().map_err(failed)?;
+        fs::remove_file(&path).map_err(failed)
     }
 }
 
@@ -326,7 +337,12 @@ mod tests {
         other.update(&new, |_| ()).unwrap();
         provenance.prune(|_| Ok(false)).unwrap();
         assert_eq!((provenance.all().unwrap().len(), of(&new)), (1, 1));
+        provenance.forget(&new).unwrap();
+        assert_eq!(provenance.all().unwrap().len(), 1, "it is the other store's");
         other.prune(|digest| Ok(*digest == new)).unwrap();
+        assert_eq!(provenance.all().unwrap().len(), 1);
+        provenance.update(&old, |_| ()).unwrap();
+        provenance.forget(&old).unwrap();
         assert_eq!(provenance.all().unwrap().len(), 1);
         other.prune(|_| Ok(false)).unwrap();
         assert_eq!(provenance.all().unwrap().len(), 0);

@@ -21,7 +21,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind, ObjectStore};
-use burgeon_daemon::{roots, sweep};
+use burgeon_daemon::{roots, sweep_one};
 use burgeon_image::catalog::{self, ImageRecord, NameForm, OciName};
 use burgeon_oci::{OciImage, Source};
 use burgeon_snapshotter::IndexMade;
@@ -145,23 +145,26 @@ pub(super) fn documents(
     context.documents().image(digest).ok_or_else(lost)
 }
 
-/// Removes the index, and what nothing else needs of it.
+/// Removes the index, and what nothing else needs of it. Leaves all else as it is: this is no
+/// `burgeon gc`, which a user may have put off.
 fn remove(context: &Context, digest: &OciDigest) -> Result<()> {
     let (location, store) = (context.store_location(), context.open_store()?);
     let name = OciName::of(digest.as_str()).form(NameForm::Index).to_string();
+    let image = match catalog::resolve(&store, &name) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        record => record?.digest()?,
+    };
     let needed = roots::refresh(&context.state, &location, &store)?;
     if !catalog::gc_image(&store, &needed, &name)? {
         let what = format!("{name} is removed later: it is mounted, or a build is running");
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
-    let has = |image: &_| Ok(store.len(&catalog::manifest_object(image)?)?.is_some());
-    context.provenance().prune(has)?;
-    let mut keep = needed;
-    for (_, record) in catalog::list(&store)? {
-        keep.push(record?.digest()?);
+    // Another name may keep it.
+    if store.len(&catalog::manifest_object(&image)?)?.is_some() {
+        return Ok(());
     }
-    sweep(&context.state, &location, &keep, false)?;
-    Ok(())
+    context.provenance().forget(&image)?;
+    Ok(sweep_one(&context.state, &location, &image)?)
 }
 
 #[cfg(test)]
