@@ -69,6 +69,21 @@ async fn a_chunk_that_another_image_fetches_now_is_not_fetched_again() {
 }
 
 #[tokio::test]
+async fn background_work_leaves_out_chunks_that_another_image_fetches_now() {
+    let [one, other] = two([Domain::PUBLIC; 2]);
+    let range = one.image.map.chunk(0).range;
+    one.source.close();
+    let prefetch = async {
+        asked(&one).await;
+        assert_eq!(other.volume.prefetch(range), 0);
+        one.source.open();
+    };
+    let (first, ()) = tokio::join!(one.read(), prefetch);
+    first.unwrap();
+    assert_eq!(other.source.reads(), 0);
+}
+
+#[tokio::test]
 async fn a_miss_asks_for_residency_once_outside_the_lock_and_once_under_it() {
     let (dir, store, image) =
         (tempfile::tempdir().unwrap(), MemoryStore::new(16 << 20), common::image(1));

@@ -290,6 +290,8 @@ async fn an_images_checksums_alone_make_the_cache_forget_nothing() {
     let honest = setup();
     honest.read(all(&honest)).await.unwrap();
     honest.settle().await;
+    // Read-ahead may have taken several chunks with one.
+    let fetched = honest.source.reads();
     let hostile = common::image_with(1, "packs/test", |manifest| manifest.block_checksums.fill(7));
     let source = common::Source::of(&hostile);
     let access = public(&honest.store);
@@ -305,7 +307,7 @@ async fn an_images_checksums_alone_make_the_cache_forget_nothing() {
     assert!(volume.status().is_map_damaged);
     assert_eq!((source.reads(), counters.cache_corrupt_blocks.get()), (0, 0));
     honest.read(all(&honest)).await.unwrap();
-    assert_eq!((honest.counters.hits.get(), honest.source.reads()), (1, CHUNKS.len() as u64));
+    assert_eq!((honest.counters.hits.get(), honest.source.reads()), (1, fetched));
 }
 
 /// A chunk may be admitted by another image while this one fetches it.

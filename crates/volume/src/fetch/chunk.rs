@@ -71,9 +71,14 @@ where
         self.engine.join_or_start_in_background(index.into(), permit, resident, start).await
     }
 
-    /// Begins to fetch a chunk that is neither resident nor in flight; the caller runs the fetch.
+    /// Begins to fetch a chunk that is neither resident nor in flight, nor in flight for another
+    /// image; the caller runs the fetch.
     pub(crate) fn begin_new(&self, index: u32, permits: Permits) -> Option<Begun> {
-        let resident = || self.residency.has(index).then_some(());
+        let is_coming = || {
+            let key = self.residency.own_key(index);
+            key.is_some_and(|key| self.limits.shared_keys.has(&key))
+        };
+        let resident = || (self.residency.has(index) || is_coming()).then_some(());
         self.engine.begin_new(index.into(), permits, resident)
     }
 

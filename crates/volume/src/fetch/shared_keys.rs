@@ -9,6 +9,7 @@
 //! Invariants, and the tests that hold them:
 //! - A task waits for another image's fetch once, for [`WAIT_MAX`] and half of its own time at
 //!   most: then it asks its own source, whatever became of the other (`tests/shared_keys.rs`).
+//! - Background work does not fetch what another image fetches now (`tests/shared_keys.rs`).
 //! - Only equal keys wait for each other, and keys of different domains are never equal: a mount
 //!   learns nothing from another's credentials.
 
@@ -52,6 +53,11 @@ pub(crate) struct Other(watch::Receiver<()>);
 impl SharedKeys {
     fn guard(&self) -> MutexGuard<'_, Keys> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if the chunk of `key` is being fetched.
+    pub(crate) fn has(&self, key: &ChunkKey) -> bool {
+        self.guard().contains_key(key)
     }
 
     /// Takes `key`, or says who has it.
