@@ -87,7 +87,7 @@ fn pods_go_on_while_the_disk_of_the_snapshotter_is_full() {
         pods.node.serve_unprobed(&options);
         goes_on(&pods);
     }
-    // What is removed needs no space.
+    // A removal needs no space.
     pods.cri(&["remove", &pod.sandbox]).unwrap();
     let is_less = || names(&pods.node).len() < before.len();
     assert!(wait_until(PATIENCE, is_less), "{:?}", names(&pods.node));

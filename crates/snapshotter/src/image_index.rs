@@ -47,7 +47,7 @@ pub enum IndexState {
     LeftOut(String),
 }
 
-/// What the host's configuration says about indexes.
+/// The host's configuration of indexes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IndexPolicy {
     /// They are made.

@@ -150,7 +150,7 @@ fn check(root: &Root, all: &Snapshotter, fake: &Fake, told: &str) {
     }
 }
 
-/// What happens at one step.
+/// The event at one step.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     Death,
