@@ -18,6 +18,7 @@
 
 mod clone;
 mod copy;
+mod daemon;
 mod fill;
 mod plain_file;
 mod room;
@@ -32,7 +33,8 @@ use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_image::AddressMap;
 
 use self::{
-    copy::{Device, copy, data_device, start_daemon},
+    copy::{Device, copy, data_device},
+    daemon::Daemon,
     plain_file::{NewPlain, another},
     room::make_room,
     sums::Sums,
@@ -65,8 +67,6 @@ pub struct LetGone {
 /// The making of one plain file.
 struct Job<'a> {
     state: &'a StateDir,
-    client: &'a Client,
-    id: MountId,
     map: &'a AddressMap,
     device: Device,
     progress: &'a (dyn Fn(u64) + Sync),
@@ -87,26 +87,38 @@ pub fn let_go(
     id: MountId,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<LetGone> {
+    let mut daemon = Daemon::new(state, client, id);
+    attempt(state, &mut daemon, id, progress).inspect_err(|_| daemon.leave())
+}
+
+fn attempt(
+    state: &StateDir,
+    daemon: &mut Daemon<'_>,
+    id: MountId,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<LetGone> {
     let record = read_record(state, id)?;
     if record.plain {
         return Ok(LetGone::default());
     }
     record.check_copy()?;
     let map = AddressMap::open(&record.attach.seed.join("map"))?;
-    let begin = |reserve| match client.call(&Request::BeginLetGo { id, reserve })? {
-        (Reply::LetGo { later }, _) => Ok(later),
-        _ => Err(unexpected()),
+    let begin = |daemon: &mut Daemon<'_>, reserve| {
+        match daemon.call(&Request::BeginLetGo { id, reserve })? {
+            Reply::LetGo { later } => Ok(later),
+            _ => Err(unexpected()),
+        }
     };
     // Its seed may have been prepared with the checksums of an earlier copy.
     let has_checksums = record.attach.seed == complete::folder(state, &record.digest.0);
     let later = match map.lacks_checksums() && !has_checksums {
         true => Some(NO_CHECKSUMS.to_owned()),
-        false => begin(false)?,
+        false => begin(daemon, false)?,
     };
-    let job = |device| Job { state, client, id, map: &map, device, progress, done: 0.into() };
-    fill::wait(client, id, progress);
+    let job = |device| Job { state, map: &map, device, progress, done: 0.into() };
+    fill::wait(daemon, progress);
     if later.is_some() {
-        return Ok(LetGone { later, ..keep_for_next(&record, job)? });
+        return Ok(LetGone { later, ..keep_for_next(&record, daemon, job)? });
     }
     let writes = match &record.writes {
         WritesState::Sprout(sprout) if sprout.thin => sprout.limit.saturating_sub(sprout.reserved),
@@ -115,13 +127,13 @@ pub fn let_go(
     let (device, superblocks) = data_device(&record)?;
     let job = job(device);
     let path = state.plain_file(id);
-    let gone = make(&job, (&path, None), superblocks, |copied| {
-        make_room(state, client, copied, writes)?;
+    let gone = make(&job, daemon, (&path, None), superblocks, |daemon, copied| {
+        make_room(state, daemon, copied, writes)?;
         // Before the copy, which takes long: this fails if the writes' space is not there.
-        begin(true).map(drop)
+        begin(daemon, true).map(drop)
     })?;
-    match client.call(&Request::LetGo { id })? {
-        (Reply::Done, _) => Ok(gone),
+    match daemon.call(&Request::LetGo { id })? {
+        Reply::Done => Ok(gone),
         _ => Err(unexpected()),
     }
 }
@@ -130,7 +142,11 @@ const NO_CHECKSUMS: &str = "btrfs has no checksums of this mount's files, becaus
      were known; the next mount has them";
 
 /// Makes a plain file for the next mount of the image.
-fn keep_for_next<'a>(record: &MountRecord, job: impl FnOnce(Device) -> Job<'a>) -> Result<LetGone> {
+fn keep_for_next<'a>(
+    record: &MountRecord,
+    daemon: &mut Daemon<'_>,
+    job: impl FnOnce(Device) -> Job<'a>,
+) -> Result<LetGone> {
     let (image, job) = (record.digest.0, job(data_device(record)?.0));
     let (state, map) = (job.state, job.map);
     if complete::is_here(state, &image) {
@@ -144,22 +160,24 @@ fn keep_for_next<'a>(record: &MountRecord, job: impl FnOnce(Device) -> Job<'a>) 
         false => (Plain::Described, None),
     };
     let path = plain.path(state, &image);
-    make(&job, (&path, sums.as_ref()), Vec::new(), |copied| make_room(state, job.client, copied, 0))
+    make(&job, daemon, (&path, sums.as_ref()), Vec::new(), |daemon, copied| {
+        make_room(state, daemon, copied, 0)
+    })
 }
 
 /// Makes the plain file at `path` with all data and the other ranges of the device in `also`, and
 /// the checksums of the data. `room` has to make room for so many copied bytes.
 fn make(
     job: &Job<'_>,
+    daemon: &mut Daemon<'_>,
     (path, sums): (&Path, Option<&Sums>),
     also: Vec<ByteRange>,
-    room: impl FnOnce(u64) -> Result<()>,
+    room: impl FnOnce(&mut Daemon<'_>, u64) -> Result<()>,
 ) -> Result<LetGone> {
     let new = NewPlain::begin(path, job.device.size)?;
-    let cloned = clone::resident(job, &new, sums)?;
+    let cloned = clone::resident(job, daemon, &new, sums)?;
     let data = job.map.data_range().len();
-    // It needs the daemon, as the copy does.
-    room(data - cloned.bytes()).inspect_err(|_| start_daemon(job.state))?;
+    room(daemon, data - cloned.bytes())?;
     copy(job, also.into_iter().chain(cloned.rest(job.map)), &new.file, sums)?;
     new.publish(sums)?;
     Ok(LetGone { later: None, cloned: cloned.bytes(), copied: data - cloned.bytes() })

@@ -24,7 +24,7 @@ use crate::{
     host::own_root,
     ipc::{
         protocol::{DaemonStatus, Reply, Request},
-        silence::{Patience, ask, is_readable},
+        silence::{Patience, ask, has_gone, is_readable},
         wire,
     },
     state::paths::StateDir,
@@ -154,6 +154,11 @@ impl Client {
     /// True if an answer was waited for in vain: no request will get one any more.
     pub fn is_silent(&self) -> bool {
         self.silent_for.get().is_some()
+    }
+
+    /// True if the daemon has closed the connection.
+    pub(crate) fn has_ended(&self) -> bool {
+        has_gone(&self.stream)
     }
 
     /// The next answer; `None` at the end of the connection.

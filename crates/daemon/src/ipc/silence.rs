@@ -76,6 +76,14 @@ pub(crate) fn is_readable(stream: &UnixStream, limit: Duration) -> io::Result<bo
     Ok(first_readable(&[stream], limit)?.is_some())
 }
 
+/// True if the process at the other end has closed the connection.
+pub(crate) fn has_gone(stream: &UnixStream) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut end = [PollFd::new(stream, PollFlags::RDHUP)];
+    let gone = PollFlags::RDHUP | PollFlags::HUP;
+    poll(&mut end, Some(&now)).is_ok() && end[0].revents().intersects(gone)
+}
+
 /// The first of `streams` from which there is something to read within `limit`.
 fn first_readable(streams: &[&UnixStream], limit: Duration) -> io::Result<Option<usize>> {
     let end = Instant::now() + limit;

@@ -27,13 +27,13 @@ use burgeon_image::{AddressMap, Codec};
 
 use super::{
     Job,
-    copy::{in_threads, start_daemon},
+    copy::in_threads,
+    daemon::Daemon,
     plain_file::NewPlain,
-    room::ask,
     sums::Sums,
 };
 use crate::{
-    ipc::protocol::{CacheRequest, ChunkPlaces, PlacedRun, Reply, Request},
+    ipc::protocol::{CacheRequest, PlacedRun},
     state::{cache_dir::CacheDir, files, loans::RANGES_MAX},
 };
 
@@ -84,14 +84,19 @@ impl Cloned {
 
 /// Clones the chunks of the mount that are in the cache to `new`, adds their checksums to `sums`,
 /// and has them lent. Where that is impossible, nothing is cloned.
-pub(super) fn resident(job: &Job<'_>, new: &NewPlain, sums: Option<&Sums>) -> Result<Cloned> {
+pub(super) fn resident(
+    job: &Job<'_>,
+    daemon: &mut Daemon<'_>,
+    new: &NewPlain,
+    sums: Option<&Sums>,
+) -> Result<Cloned> {
     let (cloned, mut lent) = (Cloned::none(job.map), Vec::new());
     let mut arenas = Arenas { folder: CacheDir::read(job.state).folder(job.state), last: None };
     // What is read is what lies on the disk, and memory is left to others.
     new.read_directly(true);
     let (mut next, mut can_clone) = (Some(0), true);
     while let Some(first) = next.filter(|_| can_clone) {
-        let Some(places) = places(job, first) else { break };
+        let Some(places) = daemon.places(first) else { break };
         let mut here = Vec::new();
         for run in usable(&places.runs, first, job.map.chunk_count()) {
             match arenas.clone_to(new, &run, job.map)? {
@@ -116,21 +121,9 @@ pub(super) fn resident(job: &Job<'_>, new: &NewPlain, sums: Option<&Sums>) -> Re
         lent.truncate(RANGES_MAX);
         new.record_lent(&lent)?;
         // Every answer of the server is given after it has looked at the records.
-        ask(job.client, CacheRequest::Show).inspect_err(|_| start_daemon(job.state))?;
+        daemon.of_cache(CacheRequest::Show)?;
     }
     Ok(cloned)
-}
-
-/// The places that the server knows from chunk `first` on; `None` if it cannot tell.
-fn places(job: &Job<'_>, first: u32) -> Option<ChunkPlaces> {
-    match job.client.call(&Request::Places { id: job.id, first }) {
-        Ok((Reply::Places(places), _)) => Some(places),
-        Ok(_) => None,
-        Err(error) => {
-            tracing::info!(%error, "the data is copied: nobody tells where the cache holds it");
-            None
-        }
-    }
 }
 
 /// The runs of an answer that can be right: in ascending order from chunk `first` on, and of some

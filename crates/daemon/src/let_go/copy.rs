@@ -163,16 +163,9 @@ fn keep_daemon(state: &StateDir, ended: &(Mutex<bool>, Condvar)) {
         if *waited.unwrap_or_else(PoisonError::into_inner).0 {
             return;
         }
-        start_daemon(state);
-    }
-}
-
-/// Starts the daemon again if it has died: readers of the mount wait for it.
-pub(super) fn start_daemon(state: &StateDir) {
-    if matches!(Client::connect(state), Ok(None))
-        && let Err(error) = Client::connect_or_start(state)
-    {
-        tracing::warn!(%error, "cannot start the daemon, which serves the data that is copied");
+        if let Err(error) = Client::connect_or_start(state) {
+            tracing::warn!(%error, "cannot start the daemon, which serves the data that is copied");
+        }
     }
 }
 

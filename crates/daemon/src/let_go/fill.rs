@@ -5,13 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    id::MountId,
-    ipc::{
-        client::Client,
-        protocol::{Reply, Request},
-    },
-};
+use super::daemon::Daemon;
 
 /// Interval of looking at it.
 const LOOK: Duration = Duration::from_millis(200);
@@ -19,9 +13,9 @@ const LOOK: Duration = Duration::from_millis(200);
 const STALLED: Duration = Duration::from_secs(10);
 
 /// Waits until the mount is not being filled; calls `progress` with the bytes that are here.
-pub(super) fn wait(client: &Client, id: MountId, progress: &(dyn Fn(u64) + Sync)) {
+pub(super) fn wait(daemon: &mut Daemon<'_>, progress: &(dyn Fn(u64) + Sync)) {
     let (mut last, mut since) = (0, Instant::now());
-    while let Some(bytes) = filled(client, id) {
+    while let Some(bytes) = filled(daemon) {
         if bytes > last {
             (last, since) = (bytes, Instant::now());
             progress(bytes);
@@ -34,8 +28,6 @@ pub(super) fn wait(client: &Client, id: MountId, progress: &(dyn Fn(u64) + Sync)
 }
 
 /// Bytes that its fill has fetched, if it runs.
-fn filled(client: &Client, id: MountId) -> Option<u64> {
-    let Ok((Reply::Status(status), _)) = client.call(&Request::Status) else { return None };
-    let mount = status.mounts.into_iter().find(|mount| mount.id == id)?;
-    mount.fill.filter(|fill| fill.state == "running").map(|fill| fill.done_bytes)
+fn filled(daemon: &mut Daemon<'_>) -> Option<u64> {
+    daemon.mount()?.fill.filter(|fill| fill.state == "running").map(|fill| fill.done_bytes)
 }

@@ -2,26 +2,20 @@
 
 use burgeon_block::{Error, ErrorKind, Result};
 
-use super::unexpected;
+use super::daemon::Daemon;
 use crate::{
-    ipc::{
-        client::Client,
-        protocol::{CacheRequest, HostCache, Reply, Request},
-    },
+    ipc::protocol::CacheRequest,
     state::{cache_dir::CacheDir, paths::StateDir, space},
 };
 
-/// Has the server do something with the cache; returns its figures afterwards.
-pub(super) fn ask(client: &Client, request: CacheRequest) -> Result<HostCache> {
-    match client.call(&Request::Cache(request))? {
-        (Reply::Cache(answer), _) => Ok(answer.cache),
-        _ => Err(unexpected()),
-    }
-}
-
 /// Makes room for a copy of `data` bytes, and for the bytes that `writes` may still take: the cache
 /// evicts down to its floor, if it lies on the same disk.
-pub(super) fn make_room(state: &StateDir, client: &Client, data: u64, writes: u64) -> Result<()> {
+pub(super) fn make_room(
+    state: &StateDir,
+    daemon: &mut Daemon<'_>,
+    data: u64,
+    writes: u64,
+) -> Result<()> {
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     if !space::shares_disk(&CacheDir::read(state).folder(state), &state.mounts()) {
         let free = space::free_space(&state.mounts())?;
@@ -38,10 +32,10 @@ pub(super) fn make_room(state: &StateDir, client: &Client, data: u64, writes: u6
         );
         return Err(Error::new(ErrorKind::NoSpace, what));
     }
-    let mut cache = ask(client, CacheRequest::Show)?;
+    let mut cache = daemon.of_cache(CacheRequest::Show)?;
     let wanted = data.saturating_add(writes).saturating_add(cache.floor);
     if cache.free < wanted {
-        cache = ask(client, CacheRequest::Evict { bytes: wanted - cache.free })?;
+        cache = daemon.of_cache(CacheRequest::Evict { bytes: wanted - cache.free })?;
     }
     if cache.free >= wanted {
         return Ok(());

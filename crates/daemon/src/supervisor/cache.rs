@@ -8,13 +8,13 @@
 use std::{os::unix::net::UnixStream, path::Path, sync::PoisonError, time::Duration};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Supervisor, layers::renew_share};
 use crate::{
     ipc::{
         link::CacheOrder,
         protocol::{CacheAnswer, CacheRequest, HostCache, WireError},
+        silence::has_gone,
     },
     state::{
         cache::{Bounds, floor_of},
@@ -27,14 +27,6 @@ use crate::{
 
 /// Pause between two looks whether the client of a scrub is still there.
 const LOOK: Duration = Duration::from_secs(1);
-
-/// True if the process at the other end has closed the connection.
-fn has_gone(client: &UnixStream) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut end = [PollFd::new(client, PollFlags::RDHUP)];
-    let gone = PollFlags::RDHUP | PollFlags::HUP;
-    poll(&mut end, Some(&now)).is_ok() && end[0].revents().intersects(gone)
-}
 
 impl Supervisor {
     /// Does what a client asks of the cache. It waits as long as the server works on it, but ends a
