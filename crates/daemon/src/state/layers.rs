@@ -119,10 +119,11 @@ pub fn keep_layers(state: &StateDir, list: &ObjectId) -> Result<()> {
     let Some(digest) = list.below(ObjectKind::StoredLayers) else { return Ok(()) };
     let path = state.kept_layers().join(digest);
     let failed = |e| Error::io(format!("cannot make {}", path.display()), e);
-    // Not while layers are evicted, by a list that does not have this mark.
-    let _lease = Directory::open(state.store())?.begin_write()?;
+    let directory = Directory::open(state.store())?;
     fs::create_dir_all(state.kept_layers()).map_err(failed)?;
-    File::create(&path).and_then(|file| file.sync_all()).map_err(failed)
+    File::create(&path).and_then(|file| file.sync_all()).map_err(failed)?;
+    // An eviction that has not seen the mark ends before this begins: what it has left, stays.
+    directory.begin_write().map(drop)
 }
 
 /// Evicts the longest unused layers until they have freed `bytes`. Returns the bytes that they
@@ -161,7 +162,8 @@ fn is_being_stored(path: &Path) -> bool {
 mod tests {
     use std::{
         fs::{self, File},
-        time::{Duration, SystemTime},
+        thread,
+        time::{Duration, Instant, SystemTime},
     };
 
     use burgeon_block::{ObjectId, ObjectStore};
@@ -240,6 +242,30 @@ mod tests {
         keep_layers(&state, &object(&format!("held/{}", digest('2')))).unwrap();
         evict(&state, u64::MAX).unwrap();
         assert_eq!(left(&state), "bc");
+    }
+
+    #[test]
+    fn an_eviction_that_has_not_seen_the_mark_ends_before_layers_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        image(&state, '1', REGISTRY, "a");
+        let list = object(&format!("held/{}", digest('1')));
+        let store = Directory::open(state.store()).unwrap();
+        // Another writer has no part in it.
+        let _writer = store.begin_write().unwrap();
+        let evicting = store.begin_collect().unwrap();
+        thread::scope(|scope| {
+            let keeping = scope.spawn(|| keep_layers(&state, &list));
+            let mark = state.kept_layers().join(digest('1'));
+            let begun = Instant::now();
+            while !mark.exists() && begun.elapsed() < Duration::from_secs(10) {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let (is_marked, is_done) = (mark.exists(), keeping.is_finished());
+            drop(evicting);
+            keeping.join().unwrap().unwrap();
+            assert!(is_marked && !is_done, "marked: {is_marked}, kept: {is_done}");
+        });
     }
 
     #[test]
