@@ -13,8 +13,9 @@
 //! Invariants, held by the tests below and `crates/cli/tests/let_go_reflink.rs`:
 //! - A record is written after the space is shared, and removed before it no longer is. So a
 //!   lost one costs the cache room that it has, and nothing else.
-//! - Less privileged processes can write to the folders of images: a record is bounded, and says
-//!   nothing but that chunks take no space. The floor is that of the file system all the same.
+//! - Less privileged processes can write to the folders of images: records are bounded, in number
+//!   and all together, and say nothing but that chunks take no space. The floor is that of the file
+//!   system all the same.
 
 use std::{
     collections::BTreeSet,
@@ -33,8 +34,11 @@ use super::{files, paths::StateDir};
 
 const MAGIC: [u8; 8] = *b"BURGLEN1";
 const RANGE: usize = 24;
-/// Most ranges of a record; the chunks of others are not lent.
-pub(crate) const RANGES_MAX: usize = 1 << 22;
+/// Most ranges of all records: 24 MiB of memory. Each has one chunk at least, mostly many, of up to
+/// 256 KiB; the chunks of others are not lent.
+pub(crate) const RANGES_MAX: usize = 1 << 20;
+/// Most records that are looked at. Those of mounts come first.
+const RECORDS_MAX: usize = 1 << 14;
 
 /// The record of the plain file at `plain`.
 fn record(plain: &Path) -> PathBuf {
@@ -76,11 +80,14 @@ pub(crate) fn forget(plain: &Path) -> Result<()> {
 
 /// Moves the record of a plain file that was moved from `from` to `to`.
 pub(crate) fn follow(from: &Path, to: &Path) {
-    match rename_own(&record(from), &record(to), RenameFlags::empty()) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::debug!(to = %to.display(), %error, "the record of lent chunks stays behind");
-        }
-        _ => {}
+    let moved = match rename_own(&record(from), &record(to), RenameFlags::empty()) {
+        // It shares nothing. A record that is there is of an earlier file, which shares no more.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => forget(to),
+        Err(error) => Err(Error::io("cannot move the record of lent chunks", error)),
+        Ok(()) => Ok(()),
+    };
+    if let Err(error) = moved {
+        tracing::debug!(to = %to.display(), %error, "the record of lent chunks stays behind");
     }
 }
 
@@ -106,15 +113,20 @@ pub(crate) fn all(state: &StateDir) -> Vec<(Seen, PathBuf)> {
         let changed = (is.mtime(), is.mtime_nsec());
         Some((Seen { inode: is.ino(), changed, len: is.len() }, path))
     };
-    mounts.chain(images).filter_map(seen).collect()
+    mounts.chain(images).filter_map(seen).take(RECORDS_MAX).collect()
 }
 
-/// The ranges of all records, and which records those are. One that cannot be read lends nothing.
+/// The ranges of all records, and which records those are. One that cannot be read, or is beyond
+/// the bound, lends nothing.
 pub(crate) fn read_all(state: &StateDir) -> (BTreeSet<Seen>, Vec<LentRange>) {
+    read_at_most(state, RANGES_MAX)
+}
+
+fn read_at_most(state: &StateDir, ranges_max: usize) -> (BTreeSet<Seen>, Vec<LentRange>) {
     let (mut seen, mut ranges) = (BTreeSet::new(), Vec::new());
     for (record, path) in all(state) {
         seen.insert(record);
-        match read(&path) {
+        match read(&path, ranges_max - ranges.len()) {
             Ok(more) => ranges.extend(more),
             Err(error) => tracing::warn!(%error, "the chunks of a plain file count as any others"),
         }
@@ -122,7 +134,8 @@ pub(crate) fn read_all(state: &StateDir) -> (BTreeSet<Seen>, Vec<LentRange>) {
     (seen, ranges)
 }
 
-fn read(path: &Path) -> Result<Vec<LentRange>> {
+/// The ranges of a record, which has `ranges_max` at most.
+fn read(path: &Path, ranges_max: usize) -> Result<Vec<LentRange>> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let file = files::open(path, File::options().read(true)).map_err(failed)?;
     let len = file.metadata().map_err(failed)?.len();
@@ -130,9 +143,16 @@ fn read(path: &Path) -> Result<Vec<LentRange>> {
     let mut magic = MAGIC;
     file.read_exact(&mut magic).map_err(failed)?;
     let count = (len - MAGIC.len() as u64) / RANGE as u64;
-    if magic != MAGIC || count > RANGES_MAX as u64 {
+    if magic != MAGIC {
         let what = format!("{} is no record of lent chunks", path.display());
         return Err(Error::new(ErrorKind::Corrupt, what));
+    }
+    if count > ranges_max as u64 {
+        let what = format!(
+            "{} has {count} ranges of lent chunks, and {RANGES_MAX} are kept of all records",
+            path.display()
+        );
+        return Err(Error::new(ErrorKind::Invalid, what));
     }
     let mut ranges = Vec::new();
     for _ in 0..count {
@@ -152,7 +172,7 @@ mod tests {
     use burgeon_block::Digest;
     use burgeon_cache::{ArenaRange, LentRange};
 
-    use super::{all, follow, forget, read_all, record, write};
+    use super::{all, follow, forget, read_all, read_at_most, record, write};
     use crate::{
         id::MountId,
         state::{complete, files, paths::StateDir},
@@ -190,6 +210,25 @@ mod tests {
         write(&summed, &[lent(4)]).unwrap();
         let (again, ranges) = read_all(&state);
         assert!(again.is_disjoint(&seen) && ranges == [lent(4)]);
+        // A file without a record is put in the place of one that had one.
+        follow(&plain, &summed);
+        assert_eq!(read_all(&state).1, []);
+    }
+
+    #[test]
+    fn all_records_together_are_bounded() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(&temp.path().join("state")).unwrap();
+        let (image, id) = (Digest::of(b"image"), MountId::random().unwrap());
+        files::make_folder(&state.image(&image)).unwrap();
+        files::make_folder(&complete::folder(&state, &image)).unwrap();
+        files::make_folder(&state.mount(id)).unwrap();
+        let of_mount = [lent(1), lent(2), lent(3)];
+        write(&state.plain_file(id), &of_mount).unwrap();
+        write(&complete::folder(&state, &image).join("plain"), &[lent(4), lent(5)]).unwrap();
+        let lent = |ranges_max| read_at_most(&state, ranges_max).1.len();
+        assert_eq!([5, 4, 3, 2, 1].map(lent), [5, 3, 3, 2, 0]);
+        assert_eq!(read_at_most(&state, 4).1, of_mount, "a mount's come first");
     }
 
     #[test]
