@@ -28,13 +28,14 @@
 use std::{
     env,
     fs::{self, File},
+    io,
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_source::beneath::link_to;
-use rustix::fs::OFlags;
+use rustix::{fs::OFlags, io::Errno};
 
 use crate::id::MountId;
 
@@ -88,7 +89,7 @@ impl StateDir {
         for folder in caches.iter().chain(&records) {
             match make_private(folder).and_then(|()| own_directory(folder)) {
                 // A disk of the cache that has died keeps nobody from `status` and `umount`.
-                Err(error) if *folder == state.cache() && error.kind() == ErrorKind::LocalIo => {
+                Err(error) if *folder == state.cache() && is_of_a_dead_disk(&error) => {
                     tracing::debug!(%error, "the folder of the cache cannot be used");
                 }
                 made => drop(made?),
@@ -333,6 +334,22 @@ impl StateDir {
     }
 }
 
+/// True if the file system, or the disk below it, failed; not if this process lacks something.
+fn is_of_a_dead_disk(error: &Error) -> bool {
+    const DEAD: [Errno; 8] = [
+        Errno::IO,
+        Errno::NXIO,
+        Errno::NODEV,
+        Errno::ROFS,
+        Errno::STALE,
+        Errno::UCLEAN,
+        Errno::NOTCONN,
+        Errno::SHUTDOWN,
+    ];
+    let errno = error.cause::<io::Error>().and_then(Errno::from_io_error);
+    errno.is_some_and(|errno| DEAD.contains(&errno))
+}
+
 /// Makes a directory and its parents; only the owner can enter the last one.
 pub(crate) fn make_private(path: &Path) -> Result<()> {
     let failed = |e| Error::io(format!("cannot make the directory {}", path.display()), e);
@@ -416,9 +433,21 @@ fn close(path: &Path, directory: &File) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::PermissionsExt};
+    use std::{fs, io, os::unix::fs::PermissionsExt};
 
-    use super::StateDir;
+    use burgeon_block::Error;
+
+    use super::{StateDir, is_of_a_dead_disk};
+
+    #[test]
+    fn only_a_disk_that_died_is_done_without() {
+        let of = |errno| {
+            is_of_a_dead_disk(&Error::io("cannot make", io::Error::from_raw_os_error(errno)))
+        };
+        assert!([libc::EIO, libc::EROFS, libc::ENODEV, libc::ESTALE].map(of).iter().all(|it| *it));
+        let of_this_process = [libc::EACCES, libc::EPERM, libc::EMFILE, libc::ENOMEM, libc::ENOSPC];
+        assert!(!of_this_process.map(of).iter().any(|it| *it));
+    }
 
     #[test]
     fn only_the_owner_can_enter() {
