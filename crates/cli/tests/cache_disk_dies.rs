@@ -14,7 +14,7 @@ use std::{
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use serde_json::Value;
 use testkit::{
-    Burgeon, Mounted, PATIENCE, Rng, Space, break_disk, drop_caches, kill,
+    Burgeon, Ends, Mounted, PATIENCE, Rng, Space, break_disk, drop_caches, kill,
     make_read_only_by_an_error, wait_until,
 };
 
@@ -173,14 +173,6 @@ impl Host {
     fn ends(self) {
         self.burgeon.umount(self.mounted);
         self.burgeon.ok(&["shutdown"]);
-    }
-}
-
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::{
     fs::{self, File},
-    path::Path,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
@@ -20,7 +20,7 @@ use rustix::{
     fs::{FallocateFlags, fallocate, statvfs, syncfs},
     io::Errno,
 };
-use testkit::{Rng, Space};
+use testkit::{Ends, Mounted, Rng, Space};
 
 /// File systems, by the commands that make them.
 pub const DISKS: [(&str, &[&str]); 3] = [
@@ -74,8 +74,17 @@ fn read(cache: &Cache, rng: &mut Rng, chunks: u64, buf: &mut [u8]) -> bool {
     is_read && !is_hole
 }
 
-/// A cache takes `room` of a file system of `size` bytes, and others take `share` per cent of that.
-pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: u64) -> GivenBack {
+/// A full cache on a file system of its own.
+struct Full {
+    at: PathBuf,
+    _disk: Mounted,
+    floor: u64,
+    cache: Cache,
+    chunks: u64,
+}
+
+/// A cache that takes `room` of a file system of `size` bytes.
+fn full(space: &Space, mkfs: &[&str], (size, room): (u64, u64)) -> Full {
     let at = space.path("disk");
     let _disk = space.disk_with(&at, size, mkfs);
     let folder = at.join("cache");
@@ -98,6 +107,22 @@ pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: 
             }
         });
     }
+    Full { at, _disk, floor, cache, chunks }
+}
+
+/// Evicts half of a cache that takes `room` of a file system of `size` bytes. Returns the bytes
+/// that it says it has freed, and those that are free more than before.
+pub fn evict_half(space: &Space, mkfs: &[&str], (size, room): (u64, u64)) -> (u64, u64) {
+    let full = full(space, mkfs, (size, room));
+    syncfs(File::open(&full.at).unwrap()).unwrap();
+    let before = free(&full.at);
+    let freed = full.cache.evict(room / 2);
+    (freed, free(&full.at).saturating_sub(before))
+}
+
+/// A cache takes `room` of a file system of `size` bytes, and others take `share` per cent of that.
+pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: u64) -> GivenBack {
+    let Full { at, _disk, floor, cache, chunks } = full(space, mkfs, (size, room));
     let (ends, reads) = (AtomicBool::new(false), AtomicU64::new(0));
     let mut given = thread::scope(|scope| {
         for reader in 0..READERS {
@@ -110,7 +135,7 @@ pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: 
             });
         }
         // They are ended by a failure, too.
-        let end = EndsReaders(&ends);
+        let end = Ends(&ends);
         let hog = File::create(at.join("others")).unwrap();
         // btrfs counts space with its commits, and gives less than it says.
         syncfs(&hog).unwrap();
@@ -130,14 +155,6 @@ pub fn give_back(space: &Space, mkfs: &[&str], (size, room): (u64, u64), share: 
     });
     given.reads = reads.into_inner();
     given
-}
-
-struct EndsReaders<'a>(&'a AtomicBool);
-
-impl Drop for EndsReaders<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
 }
 
 fn wait_for_space(
