@@ -105,7 +105,8 @@ impl Cache {
         upkeep::round(&self.upkeep, &self.shared, extra);
     }
 
-    /// Evicts at least `bytes`, as far as they are here and not held; returns the bytes freed.
+    /// Evicts at least `bytes`, as far as they are here and not held; returns the bytes freed, which
+    /// the file system counts as free then.
     pub fn evict(&self, bytes: u64) -> u64 {
         let before = self.shared.tally.punched.get();
         let mut freed = 0;
@@ -117,6 +118,12 @@ impl Cache {
                 break;
             }
             freed = now;
+        }
+        // btrfs gives space back with a commit, and the caller looks at what is free now.
+        if freed > 0
+            && let Err(error) = self.shared.disk.settle()
+        {
+            tracing::debug!(%error, "evicted space is free later");
         }
         freed
     }

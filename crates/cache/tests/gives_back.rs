@@ -5,7 +5,7 @@
 #[path = "common/given_back.rs"]
 mod given_back;
 
-use given_back::{DISKS, give_back};
+use given_back::{DISKS, evict_half, give_back};
 use testkit::Space;
 
 const SIZE: u64 = 768 << 20;
@@ -21,5 +21,16 @@ fn space_is_given_back_down_to_the_floor_beside_readers() {
         assert!(given.lacking >= ROOM / 4, "{name}: {given:?}");
         assert!(given.punched >= given.lacking / 8 * 7, "{name}: {given:?}");
         assert!(given.reads > 0, "{name}: {given:?}");
+    }
+}
+
+/// A caller that asks for room looks afterwards at what is free.
+#[test]
+fn evicted_space_is_free_when_the_call_returns() {
+    for (name, mkfs) in DISKS {
+        let space = Space::new("evicts");
+        let (freed, free) = evict_half(&space, mkfs, (SIZE, ROOM));
+        println!("{name}: {freed} bytes are evicted, {free} are free");
+        assert!(freed >= ROOM / 2 && free + (1 << 20) >= freed, "{name}: {free} of {freed}");
     }
 }
