@@ -9,8 +9,10 @@
 //! Invariants (`tests/lending.rs`):
 //! - `used` is the bytes of the living chunks that are not lent, of those in flight, and of those
 //!   not punched yet. A lent chunk that leaves, or moves, is counted until its space is punched.
-//! - A chunk is lent only at a place of a lent range. No place is given twice, and an arena of
-//!   another cache has another identity, so no other chunk is taken for a lent one.
+//! - A chunk is lent only at a place of a lent range, as a whole: its seal, if it has one
+//!   (`volume/src/residency/seal.rs`), is a block that nobody shares, and is not counted either.
+//!   No place is given twice, and an arena of another cache has another identity, so no other chunk
+//!   is taken for a lent one.
 //! - A loan survives no restart: the caller lends again, before anything is evicted
 //!   ([`crate::Cache::open_lending`]). It outlives a folder that goes and comes back.
 //! - A lent chunk is not among the bytes that holds keep: nothing could take its space.

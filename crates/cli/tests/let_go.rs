@@ -6,7 +6,7 @@ use std::{
     fs,
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::Duration,
@@ -19,9 +19,7 @@ use rustix::{
     process::{Pid, Signal, kill_process},
 };
 use serde_json::{Value, json};
-use testkit::{
-    Burgeon, Estargz, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, wait_until,
-};
+use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const FILES: u64 = 12;
@@ -388,17 +386,7 @@ impl Listed {
             let bytes = Rng::new(number).bytes(FILE_LEN / 8);
             fs::write(tree.join(format!("f{number}")), bytes).unwrap();
         }
-        let mut tar = Command::new("tar");
-        let tar = tar.args(["--format=pax", "-c", "-C"]).arg(&tree).arg(".").output().unwrap();
-        let layer = Estargz::new(&tar.stdout, 1 << 18, |_| ()).unwrap();
-        let gzip = "application/vnd.oci.image.layer.v1.tar+gzip";
-        let annotate = |manifest: &mut Value| {
-            let digest = json!({ "containerd.io/snapshot/stargz/toc.digest": layer.digest });
-            manifest["layers"][0]["annotations"] = digest;
-        };
-        let layout = space.path("layout");
-        OciLayout::by_hand(&layout, None, &[(gzip, layer.blob.clone())], annotate).unwrap();
-        let source = format!("oci-layout:{}", layout.display());
+        let source = OciLayout::listed(&space.path("layout"), &tree, 1 << 18).unwrap();
         Self { burgeon: Burgeon::new(PROGRAM, space), tree, source, at: space.path("at") }
     }
 

@@ -26,7 +26,10 @@ mod sums;
 
 use std::{
     path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
@@ -67,7 +70,7 @@ pub struct LetGone {
 /// The making of one plain file.
 struct Job<'a> {
     state: &'a StateDir,
-    map: &'a AddressMap,
+    map: &'a Arc<AddressMap>,
     device: Device,
     progress: &'a (dyn Fn(u64) + Sync),
     done: AtomicU64,
@@ -102,12 +105,12 @@ fn attempt(
         return Ok(LetGone::default());
     }
     record.check_copy()?;
-    let map = AddressMap::open(&record.attach.seed.join("map"))?;
-    let begin = |daemon: &mut Daemon<'_>, reserve| {
-        match daemon.call(&Request::BeginLetGo { id, reserve })? {
-            Reply::LetGo { later } => Ok(later),
-            _ => Err(unexpected()),
-        }
+    let map = Arc::new(AddressMap::open(&record.attach.seed.join("map"))?);
+    let begin = |daemon: &mut Daemon<'_>, reserve| match daemon
+        .call(&Request::BeginLetGo { id, reserve })?
+    {
+        Reply::LetGo { later } => Ok(later),
+        _ => Err(unexpected()),
     };
     // Its seed may have been prepared with the checksums of an earlier copy.
     let has_checksums = record.attach.seed == complete::folder(state, &record.digest.0);

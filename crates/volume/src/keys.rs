@@ -64,6 +64,12 @@ pub fn chunk_key(
     map.key(index, domain)
 }
 
+/// Bytes that chunk `index` of the image of `map` takes in the cache: its own, and a block with a
+/// seal after them if no digest of them is known.
+pub fn cached_len(map: &std::sync::Arc<AddressMap>, index: u32) -> u64 {
+    map.cached_len(index).into()
+}
+
 /// The keys of all chunks of the image of `map` in `domain`.
 pub fn chunk_keys(map: &std::sync::Arc<AddressMap>, domain: &Domain) -> Vec<ChunkKey> {
     (0..map.count()).filter_map(|index| map.key(index, domain)).collect()

@@ -54,7 +54,7 @@ pub use burgeon_cache::CacheState;
 pub use checksum_file::ChecksumFile;
 pub use device::LazyDevice;
 pub use fetch::{permits::SharedPermits, shared_keys::SharedKeys};
-pub use keys::{chunk_key, chunk_keys};
+pub use keys::{cached_len, chunk_key, chunk_keys};
 pub use limits::{FETCHES_MAX, VolumeLimits};
 pub use read_log::Recording;
 pub use recorded::RECORDED_CHECKSUM_LEN;

@@ -11,6 +11,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::Estargz;
+
 /// A folder with one image, in the OCI layout, with the tag `latest`.
 pub struct OciLayout(PathBuf);
 
@@ -80,6 +82,20 @@ impl OciLayout {
         let index = json!({ "schemaVersion": 2, "manifests": [manifest] });
         fs::write(folder.join("index.json"), index.to_string())?;
         Ok(fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#)?)
+    }
+
+    /// Writes an image of the folder `tree` whose one layer is in the format eStargz, cut every
+    /// `chunk` bytes, so that its table of contents is enough to mount it. Returns its reference.
+    pub fn listed(folder: &Path, tree: &Path, chunk: usize) -> Result<String> {
+        let mut tar = Command::new("tar");
+        let tar = tar.args(["--format=pax", "-c", "-C"]).arg(tree).arg(".").output()?;
+        let layer = Estargz::new(&tar.stdout, chunk, |_| ())?;
+        let gzip = "application/vnd.oci.image.layer.v1.tar+gzip";
+        Self::by_hand(folder, None, &[(gzip, layer.blob)], |manifest| {
+            let digest = json!({ "containerd.io/snapshot/stargz/toc.digest": layer.digest });
+            manifest["layers"][0]["annotations"] = digest;
+        })?;
+        Ok(format!("oci-layout:{}", folder.display()))
     }
 
     /// Copies the layout `from` to the new folder `to`, where the only thing that has a name is

@@ -17,21 +17,19 @@ use std::{
     fs::File,
     os::unix::fs::FileExt,
     path::PathBuf,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, Result};
 use burgeon_cache::{ArenaRange, LentRange, arena_name, disk::identity};
 use burgeon_frontend::reflink::clone_blocks;
 use burgeon_image::{AddressMap, Codec};
+use burgeon_volume::cached_len;
 
-use super::{
-    Job,
-    copy::in_threads,
-    daemon::Daemon,
-    plain_file::NewPlain,
-    sums::Sums,
-};
+use super::{Job, copy::in_threads, daemon::Daemon, plain_file::NewPlain, sums::Sums};
 use crate::{
     ipc::protocol::{CacheRequest, PlacedRun},
     state::{cache_dir::CacheDir, files, loans::RANGES_MAX},
@@ -236,10 +234,10 @@ fn verify(
     Ok(())
 }
 
-/// Adds the places of the cloned chunks of a run to `lent`.
+/// Adds the places of the cloned chunks of a run to `lent`, with their seals: chunks are lent whole.
 fn lend(
     cloned: &Cloned,
-    map: &AddressMap,
+    map: &Arc<AddressMap>,
     run: &PlacedRun,
     identity: u64,
     lent: &mut Vec<LentRange>,
@@ -247,7 +245,8 @@ fn lend(
     let mut block = run.block;
     for chunk in run.first..run.first + run.count {
         let blocks = (map.chunk_range(chunk).len() / BLOCK_SIZE) as u32;
-        let range = ArenaRange { arena: run.arena, block, blocks };
+        let cached = (cached_len(map, chunk) / BLOCK_SIZE) as u32;
+        let range = ArenaRange { arena: run.arena, block, blocks: cached };
         block = block.saturating_add(blocks);
         if !cloned.has(chunk) {
             continue;
@@ -255,9 +254,9 @@ fn lend(
         match lent.last_mut() {
             Some(last)
                 if (last.identity, last.range.arena) == (identity, run.arena)
-                    && last.range.block + last.range.blocks == range.block =>
+                    && last.range.block.checked_add(last.range.blocks) == Some(range.block) =>
             {
-                last.range.blocks += blocks;
+                last.range.blocks += cached;
             }
             _ => lent.push(LentRange { identity, range }),
         }

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc, thread};
 
 use burgeon_block::BLOCK_SIZE;
 use burgeon_cache::{ArenaRange, Domain};
-use burgeon_volume::chunk_key;
+use burgeon_volume::{cached_len, chunk_key};
 
 use super::{Serving, lock};
 use crate::{
@@ -40,10 +40,12 @@ impl Serving {
         let mut runs = Runs::default();
         for chunk in first..end {
             let keys = domains.iter().filter_map(|domain| chunk_key(map, chunk, domain));
-            let blocks = map.chunk_range(chunk).len() / BLOCK_SIZE;
-            let is_whole = |range: &ArenaRange| u64::from(range.blocks) == blocks;
+            let cached = cached_len(map, chunk) / BLOCK_SIZE;
+            let is_whole = |range: &ArenaRange| u64::from(range.blocks) == cached;
             let found = keys.filter_map(|key| self.cache.range_of(&key)).find(is_whole);
-            found.into_iter().for_each(|range| runs.add(chunk, range));
+            // Without the seal, which lies between the bytes of two chunks.
+            let blocks = (map.chunk_range(chunk).len() / BLOCK_SIZE) as u32;
+            found.into_iter().for_each(|range| runs.add(chunk, ArenaRange { blocks, ..range }));
         }
         ChunkPlaces { runs: runs.runs, next: (end < map.chunk_count()).then_some(end) }
     }

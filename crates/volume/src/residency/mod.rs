@@ -58,6 +58,10 @@ pub(crate) trait ChunkKeys {
     fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey>;
     /// True if the caller cannot tell right bytes of the chunk from wrong ones: a seal does.
     fn is_sealed(&self, index: u32) -> bool;
+    /// Length of a chunk in the cache, with its seal.
+    fn cached_len(&self, index: u32) -> u32 {
+        self.len(index) + if self.is_sealed(index) { SEAL_LEN } else { 0 }
+    }
 }
 
 /// A chunk in the cache.
@@ -217,8 +221,7 @@ impl<K: ChunkKeys> Residency<K> {
 
     /// False if [`Self::admit`] would fail for certain.
     pub(crate) fn may_admit(&self, index: u32, why: Why) -> bool {
-        let seal = if self.keys.is_sealed(index) { SEAL_LEN } else { 0 };
-        let len = self.keys.len(index) + seal;
+        let len = self.keys.cached_len(index);
         self.own_key(index).is_some_and(|key| self.cache.store.may_admit(&key, len, why))
     }
 
