@@ -12,7 +12,7 @@ use std::{
 
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const BTRFS: &[&str] = &["mkfs.btrfs", "-q", "-f"];
@@ -34,16 +34,21 @@ struct Set {
 
 impl Set {
     fn new(space: &Space, mkfs: &[&str]) -> Self {
+        let set = Self::without_image(space, mkfs);
+        // The store is elsewhere: what changes on the disk is the cache and the plain file.
+        let burgeon = set.burgeon.option("--store").option(space.path("store"));
+        burgeon.build(&space.path("tree"), "image");
+        Self { burgeon, ..set }
+    }
+
+    /// The same with the state directory's store, and only the tree of an image.
+    fn without_image(space: &Space, mkfs: &[&str]) -> Self {
         let disk = space.disk_with(&space.path("disk"), SIZE, mkfs);
         let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
-        // The store is elsewhere: what changes on the disk is the cache and the plain file.
-        let store = space.path("store");
-        let burgeon = burgeon.option("--store").option(&store);
         let tree = space.make_folder("tree");
         for number in 0..FILES {
             fs::write(tree.join(format!("f{number}")), content(number)).unwrap();
         }
-        burgeon.build(&tree, "image");
         Self { burgeon, at: space.path("at"), other: space.path("other"), disk }
     }
 
@@ -54,13 +59,18 @@ impl Set {
     /// A mount whose data is all in the cache, and recorded there: a server that is killed soon
     /// after an admission forgets it.
     fn mount_resident(&self) -> Mounted {
-        let mounted = self.mount();
+        let mounted = self.mount_read("image");
+        assert_eq!(self.of_cache("used"), DATA);
+        mounted
+    }
+
+    /// A mount of `image` whose data is all in the cache, and recorded there.
+    fn mount_read(&self, image: &str) -> Mounted {
+        let mounted = self.burgeon.mount(image, &self.at, &FUSE);
         self.assert_same(&self.at);
         self.burgeon.umount(mounted);
         self.burgeon.ok(&["shutdown"]);
-        let mounted = self.mount();
-        assert_eq!(self.of_cache("used"), DATA);
-        mounted
+        self.burgeon.mount(image, &self.at, &FUSE)
     }
 
     fn let_go(&self) -> Value {
@@ -163,6 +173,41 @@ fn resident_chunks_are_cloned_on_xfs() {
     is_cloned("reflink-xfs", XFS);
 }
 
+/// The chunks of an image of which only the table of contents is known have a seal in the cache.
+#[test]
+fn chunks_with_a_seal_are_cloned() {
+    for (name, mkfs) in [("reflink-toc-btrfs", BTRFS), ("reflink-toc-xfs", XFS)] {
+        let space = Space::new(name);
+        let set = Set::without_image(&space, mkfs);
+        let (layout, tree) = (space.path("layout"), space.path("tree"));
+        let listed = OciLayout::listed(&layout, &tree, 256 << 10).unwrap();
+        let mounted = set.mount_read(&listed);
+        let used = set.of_cache("used");
+        assert!(used > DATA, "{used} bytes with seals");
+        let before = set.taken();
+        let gone = set.let_go();
+        let taken = set.taken().saturating_sub(before);
+        println!("{mkfs:?}: {gone}, and {taken} bytes more are taken");
+        assert!(gone["at_next_mount"].is_string(), "{gone}");
+        // The table of contents lies in the tree as a file, which only read-ahead may have read.
+        let [cloned, copied] = ["cloned", "copied"].map(|name| gone[name].as_u64().unwrap());
+        assert!(cloned >= DATA && copied < DATA / 100, "{gone}");
+        assert!(taken < DATA / 4, "{taken} bytes more are taken");
+        // With the seals, which nobody shares.
+        assert_eq!(set.of_cache("lent"), used);
+        set.burgeon.ok(&["cache", "evict", "1G"]);
+        assert_eq!((set.of_cache("used"), set.of_cache("lent")), (0, used));
+        set.assert_same(&set.at);
+        set.burgeon.umount(mounted);
+        let mounted = set.burgeon.mount(&listed, &set.at, &FUSE);
+        assert_eq!(set.burgeon.status()["mounts"][0]["state"], "let go");
+        assert_eq!((set.of_cache("used"), set.of_cache("lent")), (0, used));
+        set.burgeon.kill_daemon();
+        set.assert_same(&set.at);
+        set.burgeon.umount(mounted);
+    }
+}
+
 #[test]
 fn on_ext4_all_is_copied() {
     let space = Space::new("reflink-ext4");
@@ -214,45 +259,45 @@ fn missing_and_spoilt_chunks_are_copied() {
     }
 }
 
+/// A symlink to bytes that are right: it is not followed.
+fn put_symlink(arena: &Path, moved: &Path) {
+    std::os::unix::fs::symlink(moved, arena).unwrap();
+}
+
+fn put_other_bytes(arena: &Path, moved: &Path) {
+    let len = moved.metadata().unwrap().len();
+    fs::write(arena, Rng::new(99).bytes(len as usize)).unwrap();
+}
+
+fn put_fifo(arena: &Path, _: &Path) {
+    let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_raw_mode(0o600));
+    rustix::fs::mknodat(rustix::fs::CWD, arena, kind, mode, 0).unwrap();
+}
+
 /// A server that lies about places: its files are none of the cache's, or its bytes are others.
 #[test]
 fn arenas_that_are_exchanged_spoil_nothing() {
-    let space = Space::new("reflink-exchanged");
-    let set = Set::new(&space, BTRFS);
-    let mounted = set.mount();
-    set.assert_same(&set.at);
-    let arenas = set.burgeon.arenas();
-    let elsewhere = set.disk.path().join("elsewhere");
-    for (number, arena) in arenas.iter().enumerate() {
-        let len = arena.metadata().unwrap().len();
-        match number % 3 {
-            // A symlink to bytes that are right: it is not followed.
-            0 => {
-                fs::rename(arena, &elsewhere).unwrap();
-                std::os::unix::fs::symlink(&elsewhere, arena).unwrap();
-            }
-            1 => {
-                fs::rename(arena, set.disk.path().join("other")).unwrap();
-                fs::write(arena, Rng::new(99).bytes(len as usize)).unwrap();
-            }
-            _ => {
-                fs::rename(arena, set.disk.path().join("third")).unwrap();
-                rustix::fs::mknodat(
-                    rustix::fs::CWD,
-                    arena,
-                    rustix::fs::FileType::Fifo,
-                    rustix::fs::Mode::from_raw_mode(0o600),
-                    0,
-                )
-                .unwrap();
-            }
+    type Put = fn(&Path, &Path);
+    let puts: [(&str, Put); 3] =
+        [("symlink", put_symlink), ("other", put_other_bytes), ("fifo", put_fifo)];
+    for (name, put) in puts {
+        let space = Space::new(&format!("reflink-exchanged-{name}"));
+        let set = Set::new(&space, BTRFS);
+        let mounted = set.mount();
+        set.assert_same(&set.at);
+        let arenas = set.burgeon.arenas();
+        assert!(!arenas.is_empty());
+        for (number, arena) in arenas.iter().enumerate() {
+            let moved = set.disk.path().join(format!("moved-{number}"));
+            fs::rename(arena, &moved).unwrap();
+            put(arena, &moved);
         }
+        let gone = set.let_go();
+        assert_eq!(gone["cloned"], json!(0), "{name}: {gone}");
+        set.burgeon.kill_daemon();
+        set.assert_same(&set.at);
+        set.burgeon.umount(mounted);
     }
-    let gone = set.let_go();
-    assert_eq!(gone["cloned"], json!(0), "{gone}");
-    set.burgeon.kill_daemon();
-    set.assert_same(&set.at);
-    set.burgeon.umount(mounted);
 }
 
 /// Only what is copied needs room above the floor.
