@@ -119,7 +119,10 @@ fn attempt(
         false => begin(daemon, false)?,
     };
     let job = |device| Job { state, map: &map, device, progress, done: 0.into() };
-    fill::wait(daemon, progress);
+    // Only then is it of use that chunks get into the cache.
+    if clone::is_possible(state) {
+        fill::wait(daemon, progress);
+    }
     if later.is_some() {
         return Ok(LetGone { later, ..keep_for_next(&record, daemon, job)? });
     }

@@ -15,8 +15,9 @@
 
 use std::{
     fs::File,
+    io,
     os::unix::fs::FileExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -28,11 +29,15 @@ use burgeon_cache::{ArenaRange, LentRange, arena_name, disk::identity};
 use burgeon_frontend::reflink::clone_blocks;
 use burgeon_image::{AddressMap, Codec};
 use burgeon_volume::cached_len;
+use rustix::{
+    fs::{CWD, Mode, OFlags, openat},
+    io::Errno,
+};
 
 use super::{Job, copy::in_threads, daemon::Daemon, plain_file::NewPlain, sums::Sums};
 use crate::{
     ipc::protocol::{CacheRequest, PlacedRun},
-    state::{cache_dir::CacheDir, files, loans::RANGES_MAX},
+    state::{cache_dir::CacheDir, files, loans::RANGES_MAX, paths::StateDir},
 };
 
 /// Bytes that are cloned by one call: readers of the arena may have to wait for it.
@@ -118,7 +123,8 @@ pub(super) fn resident(
         // Those beyond count in the cache, which does no harm.
         lent.truncate(RANGES_MAX);
         new.record_lent(&lent)?;
-        // Every answer of the server is given after it has looked at the records.
+        // Every answer of the server is given after it has looked at the records. The room for the
+        // rest is no such question where it is looked for in another subvolume of a btrfs.
         daemon.of_cache(CacheRequest::Show)?;
     }
     Ok(cloned)
@@ -181,25 +187,44 @@ impl Arenas {
         };
         let mut parts = (0..from.len()).step_by(CLONED_MAX as usize);
         let Err(error) = parts.try_for_each(clone) else { return Ok(Outcome::Cloned(identity)) };
+        tracing::debug!(%error, arena = run.arena, "chunks are copied");
+        // Where nothing can be cloned, a file may not be cleared, either.
+        if is_impossible(&error) {
+            return Ok(Outcome::Impossible);
+        }
         // It may have cloned a part.
         new.clear(to)?;
-        tracing::debug!(%error, arena = run.arena, "chunks are copied");
-        Ok(match errno(&error) {
-            Some(libc::EOPNOTSUPP | libc::EXDEV | libc::ENOTTY) => Outcome::Impossible,
-            _ => Outcome::NotThis,
-        })
+        Ok(Outcome::NotThis)
     }
 }
 
-fn errno(error: &Error) -> Option<i32> {
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            return io.raw_os_error();
-        }
-        cause = error.source();
-    }
-    None
+/// True if no range of these files can be cloned: the file system has no such thing, or there are
+/// two.
+fn is_impossible(error: &Error) -> bool {
+    let errno = error.cause::<io::Error>().and_then(Errno::from_io_error);
+    matches!(errno, Some(Errno::OPNOTSUPP | Errno::XDEV | Errno::NOTTY))
+}
+
+/// True if plain files can share the blocks of the cache's arenas, as far as nameless files of the
+/// two folders can tell.
+pub(super) fn is_possible(state: &StateDir) -> bool {
+    can_clone(&CacheDir::read(state).folder(state), &state.mounts())
+}
+
+fn can_clone(from: &Path, to: &Path) -> bool {
+    let nameless = |folder: &Path| -> io::Result<File> {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        let file = File::from(openat(CWD, folder, flags, Mode::RUSR | Mode::WUSR)?);
+        // A hole is cloned as any other block.
+        file.set_len(BLOCK_SIZE).map(|()| file)
+    };
+    let (Ok(from), Ok(to), Some(block)) =
+        (nameless(from), nameless(to), ByteRange::at(0, BLOCK_SIZE))
+    else {
+        // Nobody knows: the first chunk will tell.
+        return true;
+    };
+    clone_blocks(&from, block, &to, 0).err().is_none_or(|error| !is_impossible(&error))
 }
 
 /// Reads a cloned chunk from the file. If it is wrong, its place is a hole again.
@@ -265,8 +290,30 @@ fn lend(
 
 #[cfg(test)]
 mod tests {
-    use super::usable;
+    use std::{io, path::Path};
+
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{can_clone, is_impossible, usable};
     use crate::ipc::protocol::PlacedRun;
+
+    #[test]
+    fn nothing_is_cloned_in_memory_and_between_file_systems() {
+        let (temp, memory) = (tempfile::tempdir().unwrap(), Path::new("/dev/shm"));
+        assert!(!can_clone(memory, memory));
+        assert!(!can_clone(temp.path(), memory));
+        assert!(can_clone(&temp.path().join("missing"), temp.path()), "nobody knows");
+    }
+
+    #[test]
+    fn only_errors_of_all_ranges_end_cloning() {
+        let of = |errno| {
+            let error = Error::io("cannot clone", io::Error::from_raw_os_error(errno));
+            is_impossible(&Error::with_source(ErrorKind::LocalIo, "cannot", error))
+        };
+        assert!([libc::EOPNOTSUPP, libc::EXDEV, libc::ENOTTY].map(of).iter().all(|it| *it));
+        assert!(![libc::EINVAL, libc::ENOSPC, libc::EIO].map(of).iter().any(|it| *it));
+    }
 
     #[test]
     fn runs_that_cannot_be_right_are_passed_over() {
