@@ -1,6 +1,9 @@
 //! Room for a plain file.
 
+use std::{fs::File, path::Path};
+
 use burgeon_block::{Error, ErrorKind, Result};
+use rustix::fs::syncfs;
 
 use super::daemon::Daemon;
 use crate::{
@@ -35,7 +38,11 @@ pub(super) fn make_room(
     let mut cache = daemon.of_cache(CacheRequest::Show)?;
     let wanted = data.saturating_add(writes).saturating_add(cache.floor);
     if cache.free < wanted {
-        cache = daemon.of_cache(CacheRequest::Evict { bytes: wanted - cache.free })?;
+        daemon.of_cache(CacheRequest::Evict { bytes: wanted - cache.free })?;
+        // The answer has the figures before stored layers were evicted, if chunks were not enough,
+        // and btrfs frees these with a commit.
+        settle(&state.mounts())?;
+        cache = daemon.of_cache(CacheRequest::Show)?;
     }
     if cache.free >= wanted {
         return Ok(());
@@ -50,4 +57,10 @@ pub(super) fn make_room(
         mib(cache.floor)
     );
     Err(Error::new(ErrorKind::NoSpace, what))
+}
+
+/// Waits until removed files of the file system of `folder` count as free space.
+fn settle(folder: &Path) -> Result<()> {
+    let synced = File::open(folder).and_then(|folder| Ok(syncfs(&folder)?));
+    synced.map_err(|e| Error::io(format!("cannot sync the disk of {}", folder.display()), e))
 }
