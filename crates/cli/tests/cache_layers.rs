@@ -163,3 +163,37 @@ fn layers_take_no_space_below_the_floor() {
     burgeon.ok(&["shutdown"]);
     drop(disk);
 }
+
+/// `let-go` makes room for its copy, also with layers if chunks are not enough.
+#[test]
+fn a_mount_is_let_go_in_the_room_of_evicted_layers() {
+    let space = Space::new("cache-layers-let-go");
+    let folder = space.make_folder("disk");
+    let disk = space.disk(&folder, 512 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, folder.join("state"));
+    let (tree, store) = (space.make_folder("tree"), space.path("store"));
+    let from = store.to_str().unwrap();
+    let bytes = Rng::new(7).bytes(40 * MIB as usize);
+    fs::write(tree.join("f"), &bytes).unwrap();
+    burgeon.ok(&["--store", from, "build", tree.to_str().unwrap(), "chunks"]);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let image = push(&space, &registry, 0);
+    let (other, at) = (space.path("other"), space.path("at"));
+    let (layered, _) = mount(&burgeon, &image, &other);
+    let options = ["--read-only", "--profile", "none", "--transport", "fuse", "--store", from];
+    let mounted = burgeon.mount("chunks", &at, &options);
+    assert!(shown(&burgeon, "layers") >= LAYERS * LAYER_LEN);
+    let floor = 24 * MIB;
+    burgeon.ok(&["cache", "resize", "--keep-free", &floor.to_string()]);
+    // 30 MiB are lacking, which is more than one layer.
+    let hog = File::create(folder.join("hog")).unwrap();
+    fallocate(&hog, FallocateFlags::empty(), 0, free(&folder) - floor - 10 * MIB).unwrap();
+    burgeon.ok(&["let-go", at.to_str().unwrap()]);
+    assert_eq!(shown(&burgeon, "layers"), 0);
+    drop_caches();
+    assert!(fs::read(at.join("f")).unwrap() == bytes);
+    assert_same(&other, 0);
+    [layered, mounted].into_iter().for_each(|mounted| burgeon.umount(mounted));
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}

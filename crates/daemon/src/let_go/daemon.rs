@@ -61,7 +61,11 @@ impl<'a> Daemon<'a> {
             self.next = Some(running(self.state)?);
         }
         self.await_served();
-        self.client().call(request).map(|(reply, _)| reply)
+        match self.client().call(request) {
+            Ok((reply, _)) => Ok(reply),
+            // The same daemon may have undone something meanwhile, and names only that.
+            Err(again) => Err(if has_ended { again } else { error }),
+        }
     }
 
     /// Has the server do something with the cache; returns its figures afterwards.
