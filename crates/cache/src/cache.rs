@@ -105,8 +105,8 @@ impl Cache {
         upkeep::round(&self.upkeep, &self.shared, extra);
     }
 
-    /// Evicts at least `bytes`, as far as they are here and not held; returns the bytes freed, which
-    /// the file system counts as free then.
+    /// Evicts at least `bytes`, as far as they are here and not held; returns the bytes freed. The
+    /// file system counts them as free then.
     pub fn evict(&self, bytes: u64) -> u64 {
         let before = self.shared.tally.punched.get();
         let mut freed = 0;

@@ -259,7 +259,8 @@ fn verify(
     Ok(())
 }
 
-/// Adds the places of the cloned chunks of a run to `lent`, with their seals: chunks are lent whole.
+/// Adds the places of the cloned chunks of a run to `lent`, with their seals: a chunk is lent as a
+/// whole.
 fn lend(
     cloned: &Cloned,
     map: &Arc<AddressMap>,
