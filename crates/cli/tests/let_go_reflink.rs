@@ -151,7 +151,7 @@ fn is_cloned(name: &str, mkfs: &[&str]) {
     let fetched = set.of_cache("admitted");
     set.assert_same(&set.other);
     assert_eq!(set.of_cache("admitted"), fetched, "another mount reads what is lent");
-    // Whatever comes, they stay; what is not lent goes.
+    // They stay, whatever comes; all else goes.
     set.burgeon.ok(&["cache", "evict", "1G"]);
     assert_eq!((set.of_cache("lent"), set.of_cache("used")), (DATA, 0));
     set.burgeon.umount(mounted);
@@ -224,7 +224,7 @@ fn on_ext4_all_is_copied() {
     set.burgeon.umount(mounted);
 }
 
-/// What the cache lacks is copied; what is wrong in an arena does not get into the plain file.
+/// Chunks that the cache lacks are copied; wrong bytes of an arena do not get into the plain file.
 #[test]
 fn missing_and_spoilt_chunks_are_copied() {
     for (name, mkfs) in [("reflink-part-btrfs", BTRFS), ("reflink-part-xfs", XFS)] {

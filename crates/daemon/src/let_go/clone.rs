@@ -95,7 +95,7 @@ pub(super) fn resident(
 ) -> Result<Cloned> {
     let (cloned, mut lent) = (Cloned::none(job.map), Vec::new());
     let mut arenas = Arenas { folder: CacheDir::read(job.state).folder(job.state), last: None };
-    // What is read is what lies on the disk, and memory is left to others.
+    // Reads are of the disk, and memory is left to others.
     new.read_directly(true);
     let (mut next, mut can_clone) = (Some(0), true);
     while let Some(first) = next.filter(|_| can_clone) {

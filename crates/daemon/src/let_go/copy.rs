@@ -97,7 +97,7 @@ pub(super) fn copy(
         let bytes = &mut buffer[..piece.len() as usize];
         job.device.read(piece.start(), bytes)?;
         sums.map_or(Ok(()), |sums| sums.add(piece, bytes))?;
-        // What was not written is zeros.
+        // Ranges that were not written are zeros.
         if bytes.iter().any(|byte| *byte != 0) {
             to.write_all_at(bytes, piece.start())
                 .map_err(|e| Error::io("cannot write the copy of the mount's data", e))?;
