@@ -113,7 +113,8 @@ fn fetches(label: &str, tree: &Tree, versions: &[(&str, &Tree)]) -> Vec<u64> {
         assert_same(tree, first.path());
         assert!(wait_until(PATIENCE, || is_idle(&burgeon)));
         let second = burgeon.mount(&image(name), &space.path(&format!("{name}-at-2")), &NONE);
-        // The table is a file of the image, too. It always differs, and the kernel may read it ahead.
+        // The table is a file of the image, too. It always differs, and the kernel may read it
+        // ahead.
         fs::read(second.path().join("stargz.index.json")).unwrap();
         assert!(wait_until(PATIENCE, || is_idle(&burgeon)));
         let before = link.bytes();

@@ -60,7 +60,8 @@ where
     ) -> bool {
         let Some((chunk, range)) = self.stored_run(&run) else { return true };
         let to_fetch = self.bytes_to_fetch(&run);
-        // A chunk that another image has begun to fetch since is fetched twice: a run is one request.
+        // A chunk that another image has begun to fetch since is fetched twice: a run is one
+        // request.
         let turns: Vec<_> = run.iter().map(|chunk| self.claim(chunk.index)?.ok()).collect();
         let deadline = self.engine.outage.deadline(Instant::now());
         let asking = read_object(&self.source, self.map.object(chunk.object), range);
