@@ -3,15 +3,41 @@
 use std::{
     fs::{self, File},
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Replaces a file and makes it durable, with its name and the name of its folder.
 pub(crate) fn put_durably(path: &Path, text: &[u8]) -> io::Result<()> {
-    let new = path.with_extension("new~");
+    let new = temporary(path);
     let mut file = File::create(&new)?;
     file.write_all(text)?;
     file.sync_all()?;
     fs::rename(&new, path)?;
     path.ancestors().skip(1).take(2).try_for_each(|folder| File::open(folder)?.sync_all())
+}
+
+/// The name of a file until it is whole. Names may have dots, so nothing of it is cut off; and none
+/// ends in `~` (`folder::check_name`).
+fn temporary(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new~");
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{put_durably, temporary};
+
+    #[test]
+    fn names_with_dots_share_no_temporary_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, two] = ["a.b", "a.c"].map(|name| folder.path().join(name));
+        assert_ne!(temporary(&one), temporary(&two));
+        // That of the other one is being written.
+        std::fs::create_dir(temporary(&two)).unwrap();
+        put_durably(&one, b"one").unwrap();
+        assert_eq!(std::fs::read(&one).unwrap(), b"one");
+        put_durably(&two, b"two").unwrap_err();
+        assert!(!temporary(&one).exists());
+    }
 }
