@@ -12,7 +12,8 @@
 //! Invariant: while a cache has a dirty block of a device, its document is there, durably.
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -144,6 +145,17 @@ impl Owners {
                 tracing::warn!(path = %path.display(), %error, "cannot remove what was known of a device");
             }
             _ => {}
+        }
+    }
+
+    /// The cache has nothing of any device, durably.
+    pub(crate) fn remove_all(&self) -> Result<()> {
+        self.all().iter().for_each(|(name, _)| self.remove(name));
+        match File::open(&self.0).and_then(|folder| folder.sync_all()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(Error::io(format!("cannot write {}", self.0.display()), error))
+            }
+            _ => Ok(()),
         }
     }
 

@@ -57,6 +57,15 @@ impl Disk {
                 Err(Errno::WOULDBLOCK) => return Err(in_use(path)),
                 Err(errno) => return Err(Error::io(what, errno.into())),
             }
+            // Its last user may have removed it meanwhile.
+            let same = |now: fs::Metadata, own: fs::Metadata| {
+                (now.dev(), now.ino()) == (own.dev(), own.ino())
+            };
+            let own = file.metadata().map_err(|e| Error::io(&what, e))?;
+            if !fs::metadata(path).is_ok_and(|now| same(now, own)) {
+                let what = format!("{} was removed while it was opened", path.display());
+                return Err(Error::new(ErrorKind::NotFound, what));
+            }
         }
         Self::adopt(file, path)
     }

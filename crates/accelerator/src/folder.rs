@@ -113,20 +113,22 @@ impl CacheFolder {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
         let _ = fs::remove_file(self.distrust());
         let _ = fs::remove_dir_all(self.histograms());
-        self.put_device(cache, id)
+        self.put_device(cache, &hex(id))
     }
 
-    /// Names the cache device, durably.
-    pub(crate) fn put_device(&self, cache: &Path, id: [u8; 16]) -> Result<()> {
+    /// Names the cache device, durably. After an error, the former one may be named durably while
+    /// the new one is read.
+    pub(crate) fn put_device(&self, cache: &Path, id: &str) -> Result<()> {
         let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
-        let text = format!("{}\n{}\n", cache.display(), hex(id));
+        let text = format!("{}\n{id}\n", cache.display());
         put_durably(&self.0.join("device"), text.as_bytes()).map_err(failed)
     }
 
-    /// True if the recorded cache device has this id.
-    pub(crate) fn is_recorded(&self, id: &str) -> bool {
-        let text = fs::read_to_string(self.0.join("device")).unwrap_or_default();
-        text.lines().nth(1) == Some(id)
+    /// The id of the recorded cache device; empty if an earlier version has recorded it.
+    pub(crate) fn recorded_id(&self) -> Result<String> {
+        let failed = |e| Error::io(format!("cannot read the record of {}", self.name()), e);
+        let text = fs::read_to_string(self.0.join("device")).map_err(failed)?;
+        Ok(text.lines().nth(1).unwrap_or_default().to_owned())
     }
 
     /// Forgets the cache.

@@ -28,7 +28,8 @@ pub(crate) struct Plan {
     /// A cache that cannot be opened is gone round.
     pub(crate) goes_round: bool,
     pub(crate) devices: Vec<PlanDevice>,
-    /// Made before the cache is opened. If that fails, it is served as it was.
+    /// Made before the cache is opened. If that fails, it is served as it was, unless nobody knows
+    /// which device has it then.
     pub(crate) change: Option<CacheChange>,
 }
 

@@ -8,22 +8,31 @@
 //! The old cache has no dirty blocks by then, and nobody serves it. The new one knows the same slow
 //! devices, with their counters, and has no content.
 //!
-//! Invariant (held by the test below): after an end at any moment and [`settle`], `device` names a
-//! cache, and the other device holds none.
+//! An error before `device` names the new cache undoes all of it. If `device` cannot be made durable
+//! once it does, nobody knows which of the two a power failure leaves, so neither is used:
+//! `replacing` stays, and [`settle`] writes `device` once more before anything else.
+//!
+//! Invariants (held by the tests below):
+//! - After an end at any moment and [`settle`], `device` names a cache, and the other device holds
+//!   none.
+//! - After an error, the former device has the cache, or [`is_unsettled`].
 
 use std::{
     fs, io,
     path::{Path, PathBuf},
 };
 
-use burgeon_accelerate::{Dirty, format::Layout};
+use burgeon_accelerate::{
+    Dirty,
+    format::{Layout, Super},
+};
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     dirty::{Owners, gone},
     disk::Disk,
-    durable::put_durably,
+    durable::{put_durably, remove_durably},
     folder::{CacheFolder, hex},
 };
 
@@ -59,7 +68,8 @@ pub fn layout_of(disk: &Disk, log: Option<u64>) -> Result<Layout> {
 }
 
 /// Moves the cache of `folder` from `old` to `new`, whose content is overwritten. Nobody serves it.
-/// `Unavailable` if it has dirty blocks; after an error, `old` has the cache.
+/// `Unavailable` if it has dirty blocks. After an error, `old` has the cache, unless
+/// [`is_unsettled`].
 pub fn replace(folder: &CacheFolder, old: &Disk, new: &Disk, layout: Layout) -> Result<()> {
     replace_until(folder, old, new, layout, &|_| Ok(()))
 }
@@ -71,55 +81,62 @@ fn replace_until(
     layout: Layout,
     reached: &dyn Fn(Step) -> Result<()>,
 ) -> Result<()> {
-    // A server that died within this, or soon after, may have done it.
-    let is_done = burgeon_accelerate::read_super(new, new.size())
-        .is_ok_and(|head| folder.is_recorded(&hex(head.id)));
-    if let Some(replacing) = read(folder) {
-        clear(if is_done { old } else { new }, replacing.loser(folder));
-        forget(folder);
-    }
-    if is_done {
+    settle_with(folder, &[old, new])?;
+    let is_done = |id| folder.recorded_id().is_ok_and(|recorded| recorded == hex(id));
+    if burgeon_accelerate::read_super(new, new.size()).is_ok_and(|head| is_done(head.id)) {
         return Ok(());
     }
-    let known = match burgeon_accelerate::read_super(old, old.size()) {
-        Ok(head) if !folder.is_its_cache(head.id) => {
-            let what = format!("{} is not the device of the cache", old.path().display());
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        Ok(head) => Some(head),
-        // Nothing is lost with a device that cannot be read.
-        Err(error) if folder.dirty().is_empty() => {
-            let old = old.path().display();
-            tracing::warn!(%old, %error, "the cache device cannot be read: its counters are lost");
-            None
-        }
-        Err(error) => return Err(error),
-    };
+    let known = former(folder, old)?;
     refuse_dirty(folder, old, known.is_some())?;
     let id = new_id()?;
-    let former = known.as_ref().map_or_else(String::new, |head| hex(head.id));
+    let former = match &known {
+        Some(head) => hex(head.id),
+        None => folder.recorded_id()?,
+    };
     let replacing = Replacing {
         new: Side { path: new.path().to_owned(), id: hex(id) },
         old: Side { path: old.path().to_owned(), id: former },
     };
-    put(folder, &replacing)?;
+    let begun = put(folder, &replacing);
+    begun.inspect_err(|_| undo(folder, new, &replacing))?;
     reached(Step::Begun)?;
     let made = burgeon_accelerate::create_for(new, layout, id, known.as_ref());
-    if let Err(error) = made {
-        clear(new, &replacing.new);
-        forget(folder);
-        return Err(error);
-    }
+    made.inspect_err(|_| undo(folder, new, &replacing))?;
     reached(Step::Made)?;
     // Nothing is dirty; and they name the former device.
-    let owners = Owners::at(&folder.owners());
-    owners.all().iter().for_each(|(name, _)| owners.remove(name));
-    folder.put_device(new.path(), id)?;
+    let forgotten = Owners::at(&folder.owners()).remove_all();
+    let named = forgotten.and_then(|()| folder.put_device(new.path(), &replacing.new.id));
+    named.inspect_err(|_| undo(folder, new, &replacing))?;
     reached(Step::Switched)?;
     clear(old, &replacing.old);
     reached(Step::Cleared)?;
     forget(folder);
     Ok(())
+}
+
+/// The superblock of the cache on `old`; `None` of a dead device, with which nothing is lost.
+fn former(folder: &CacheFolder, old: &Disk) -> Result<Option<Super>> {
+    match burgeon_accelerate::read_super(old, old.size()) {
+        Ok(head) if !folder.is_its_cache(head.id) => {
+            let what = format!("{} is not the device of the cache", old.path().display());
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+        Ok(head) => Ok(Some(head)),
+        Err(error) if folder.dirty().is_empty() => {
+            let old = old.path().display();
+            tracing::warn!(%old, %error, "the cache device cannot be read: its counters are lost");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Forgets a replacement that failed, unless the new device may be the one that is named.
+fn undo(folder: &CacheFolder, new: &Disk, replacing: &Replacing) {
+    if folder.recorded_id().is_ok_and(|id| id != replacing.new.id) {
+        clear(new, &replacing.new);
+        forget(folder);
+    }
 }
 
 /// Random bytes: the id of a new cache.
@@ -153,20 +170,52 @@ fn refuse_dirty(folder: &CacheFolder, old: &Disk, is_readable: bool) -> Result<(
     }
 }
 
-/// Ends what a death left in the middle.
-pub fn settle(folder: &CacheFolder) {
-    let Some(replacing) = read(folder) else { return };
-    let loser = replacing.loser(folder);
+/// True if a replacement has neither been done nor undone: neither device may be used before
+/// [`settle`].
+pub fn is_unsettled(folder: &CacheFolder) -> bool {
+    !matches!(read(folder), Ok(None))
+}
+
+/// Ends a replacement that a death or an error left in the middle. After an error, nobody knows
+/// which device has the cache.
+pub fn settle(folder: &CacheFolder) -> Result<()> {
+    let Some(replacing) = read(folder)? else { return Ok(()) };
+    let loser = replacing.loser(folder)?;
     match Disk::open(&loser.path) {
-        Ok(disk) => clear(&disk, loser),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Ok(disk) => return settle_with(folder, &[&disk]),
+        Err(error) if error.kind() == ErrorKind::NotFound => return settle_with(folder, &[]),
         Err(error) => {
             let path = loser.path.display();
             tracing::warn!(%path, %error, "a former cache device is not cleared yet");
-            return;
         }
     }
+    confirm(folder, &replacing)
+}
+
+/// [`settle`] by the process that has the devices in `held`: clears the one without the cache.
+pub(crate) fn settle_with(folder: &CacheFolder, held: &[&Disk]) -> Result<()> {
+    let Some(replacing) = read(folder)? else { return Ok(()) };
+    confirm(folder, &replacing)?;
+    let loser = replacing.loser(folder)?;
+    held.iter().for_each(|disk| clear(disk, loser));
     forget(folder);
+    Ok(())
+}
+
+/// Makes the record of the new device durable: the process that wrote it may have died before, or
+/// failed to. All of it is written once more, because the kernel tells a failed sync once.
+fn confirm(folder: &CacheFolder, Replacing { new, .. }: &Replacing) -> Result<()> {
+    if folder.recorded_id()? != new.id {
+        return Ok(());
+    }
+    folder.put_device(&new.path, &new.id).map_err(|error| {
+        let what = format!(
+            "{error}: nobody knows which device has the cache {} after a power failure, so it is not \
+             used before that file can be written; keep both devices",
+            folder.name()
+        );
+        Error::with_source(error.kind(), what, error)
+    })
 }
 
 /// Clears the superblocks of a cache, if it is that one.
@@ -181,13 +230,20 @@ fn clear(disk: &Disk, side: &Side) {
 
 impl Replacing {
     /// The device that has no cache in the end.
-    fn loser(&self, folder: &CacheFolder) -> &Side {
-        if folder.is_recorded(&self.new.id) { &self.old } else { &self.new }
+    fn loser(&self, folder: &CacheFolder) -> Result<&Side> {
+        Ok(if folder.recorded_id()? == self.new.id { &self.old } else { &self.new })
     }
 }
 
-fn read(folder: &CacheFolder) -> Option<Replacing> {
-    serde_json::from_slice(&fs::read(place(folder)).ok()?).ok()
+/// `None` if nothing is replaced. A document that cannot be read is an error, because nobody knows
+/// then which device has the cache; one that is damaged was never durable, so nothing followed it.
+fn read(folder: &CacheFolder) -> Result<Option<Replacing>> {
+    let path = place(folder);
+    match fs::read(&path) {
+        Ok(text) => Ok(serde_json::from_slice(&text).ok()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io(format!("cannot read {}", path.display()), error)),
+    }
 }
 
 fn put(folder: &CacheFolder, replacing: &Replacing) -> Result<()> {
@@ -198,8 +254,11 @@ fn put(folder: &CacheFolder, replacing: &Replacing) -> Result<()> {
 }
 
 fn forget(folder: &CacheFolder) {
-    // A file that stays is found to be done by the next start.
-    let _ = fs::remove_file(place(folder));
+    // One that comes back names ids that no device has, or a device that is to be cleared.
+    if let Err(error) = remove_durably(&place(folder)) {
+        let path = place(folder);
+        tracing::warn!(path = %path.display(), %error, "a replacement that is over is not forgotten");
+    }
 }
 
 fn place(folder: &CacheFolder) -> PathBuf {
@@ -208,12 +267,10 @@ fn place(folder: &CacheFolder) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use burgeon_accelerate::{create_with, read_super};
     use burgeon_block::{Error, ErrorKind};
 
-    use super::{Dirty, Owners, Step, layout_of, replace_until, settle};
+    use super::{Dirty, Owners, Step, is_unsettled, layout_of, replace_until, settle};
     use crate::{
         dirty::{DirtyOwner, record_distrust},
         disk::Disk,
@@ -282,19 +339,62 @@ mod tests {
             let left = if at < 2 { "old" } else { "new" };
             let files = Files::new();
             assert!(!files.replace(Some(step)));
-            settle(&files.folder);
+            assert!(is_unsettled(&files.folder));
+            settle(&files.folder).unwrap();
             assert_eq!(files.the_one(), left, "{step:?}");
-            assert!(!Path::new(files.folder.path()).join("replacing").exists());
-            // A server that starts again goes on with it.
+            assert!(!is_unsettled(&files.folder));
+            settle(&files.folder).unwrap();
+            // Another attempt settles it, too.
             let files = Files::new();
             assert!(!files.replace(Some(step)));
             assert!(files.replace(None), "{step:?}");
             assert_eq!(files.the_one(), "new", "{step:?}");
+            assert!(!is_unsettled(&files.folder));
             let id = || read_super(&files.open("new"), 8 << 20).unwrap().id;
             let before = id();
             assert!(files.replace(None));
             assert_eq!((files.the_one().as_str(), id()), ("new", before), "it is made anew");
         }
+    }
+
+    /// A folder in the place of its temporary file has each writing of a file fail.
+    fn fail(files: &Files, name: &str, fails: bool) {
+        let place = files.folder.path().join(format!("{name}.new~"));
+        let done = if fails { std::fs::create_dir(place) } else { std::fs::remove_dir(place) };
+        done.unwrap();
+    }
+
+    #[test]
+    fn an_error_before_the_new_device_is_named_is_undone() {
+        for name in ["replacing", "device"] {
+            let files = Files::new();
+            fail(&files, name, true);
+            assert!(!files.replace(None), "{name}");
+            assert!(!is_unsettled(&files.folder), "{name} is tried again later");
+            assert_eq!(files.the_one(), "old", "{name}");
+            fail(&files, name, false);
+            assert!(files.replace(None));
+            assert_eq!(files.the_one(), "new");
+        }
+    }
+
+    #[test]
+    fn a_record_that_may_not_be_durable_is_written_anew_before_a_device_is_cleared() {
+        let files = Files::new();
+        // As if the sync of the folder failed behind the renaming.
+        assert!(!files.replace(Some(Step::Switched)));
+        fail(&files, "device", true);
+        let error = settle(&files.folder).unwrap_err().to_string();
+        assert!(error.contains("keep both devices"), "{error}");
+        assert!(!files.replace(None));
+        let is_there = |name: &str| {
+            let disk = files.open(name);
+            read_super(&disk, disk.size()).is_ok()
+        };
+        assert!(is_there("old") && is_there("new") && is_unsettled(&files.folder));
+        fail(&files, "device", false);
+        settle(&files.folder).unwrap();
+        assert_eq!(files.the_one(), "new");
     }
 
     #[test]

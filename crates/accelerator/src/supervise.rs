@@ -41,7 +41,7 @@ use rustix::{
 };
 use serde_json::{Value, json};
 
-use self::change::Change;
+use self::change::{Change, Draining, Unsettled};
 use crate::{
     announced::Announced,
     child::{Passed, first_answer, pidfd_of},
@@ -96,8 +96,11 @@ struct Supervisor {
     writing_back: WriteBackSettings,
     devices: Vec<Device>,
     server: Option<Child>,
-    /// Asked of the next server.
+    /// Asked of the next server alone.
     change: Option<Change>,
+    /// A server has ended within it: no other one begins before it is settled.
+    unsettled: Option<Unsettled>,
+    draining: Option<Draining>,
     /// The server has begun once, so the content is this supervisor's.
     warm: bool,
 }
@@ -142,6 +145,8 @@ impl Supervisor {
             devices: Vec::new(),
             server: None,
             change: None,
+            unsettled: None,
+            draining: None,
             warm: false,
         })
     }
@@ -155,7 +160,7 @@ impl Supervisor {
             fds.extend(pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
             // A server that could not be started is tried again: its devices wait for it.
             let waits = self.server.is_none() && !self.devices.is_empty();
-            match poll(&mut fds, waits.then_some(&RETRY)) {
+            match poll(&mut fds, (waits || self.draining.is_some()).then_some(&RETRY)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => return Err(Error::io("cannot wait for requests", errno.into())),
             }
@@ -177,6 +182,7 @@ impl Supervisor {
             } else if waits && let Err(error) = self.start_server() {
                 self.tell_no_server(&error);
             }
+            self.end_draining();
             if asked {
                 if let Ok((stream, _)) = self.control.accept() {
                     let asked = question(&stream);
@@ -393,23 +399,6 @@ impl Supervisor {
         started.map(|_| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
     }
 
-    /// Has dirty blocks of a device without users written back for a moment; returns the bytes that
-    /// are left.
-    fn write_back(&mut self, name: &str) -> Result<u64> {
-        let is_running =
-            self.server.as_mut().is_some_and(|server| matches!(server.try_wait(), Ok(None)));
-        if !is_running {
-            let may_be_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
-            let what =
-                || Error::new(ErrorKind::Unavailable, "the server of the cache does not run");
-            return if may_be_dirty { Err(what()) } else { Ok(0) };
-        }
-        let question =
-            ControlRequest::WriteBack { name: name.to_owned(), before: None, ends: true };
-        let answer = self.folder.ask_server(&question)?;
-        Ok(answer["dirty_bytes"].as_u64().unwrap_or(u64::MAX))
-    }
-
     /// Remembers settings for the servers to come; the one that runs is asked by whoever asked
     /// this.
     fn remember(&mut self, set: Set) -> Result<Value> {
@@ -459,8 +448,10 @@ impl Supervisor {
     }
 
     /// Starts a server of all devices, and waits until it serves. Returns the result of a change
-    /// that it was asked for; without a server, the next one is.
+    /// that it was asked for. One that does not serve may have made it.
     fn start_server(&mut self) -> Result<Option<Result<Value>>> {
+        self.settle_change()?;
+        let change = self.change.take();
         let distrust = self.folder.distrust();
         let is_distrusted = distrust.exists();
         let warm = self.warm && !is_distrusted;
@@ -480,9 +471,12 @@ impl Supervisor {
             // knows what of it is newer than the slow devices, and they wait for it.
             goes_round: is_in_use && (is_distrusted || self.folder.dirty().is_empty()),
             devices: self.devices.iter().map(Device::plan).collect(),
-            change: self.change.as_ref().map(|change| change.plan(&self.folder)),
+            change: change.as_ref().map(|change| change.plan(&self.folder)),
         };
-        let new = self.change.as_ref().and_then(Change::descriptor);
+        let text = serde_json::to_vec(&plan)
+            .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot write a plan", e))?;
+        let before = change.as_ref().map(|_| self.folder.recorded_id()).transpose()?;
+        let new = change.as_ref().and_then(Change::descriptor);
         let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter().chain(new);
         let devices = self.devices.iter().flat_map(|device| {
             [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd(), device.counters.as_fd()]
@@ -492,8 +486,6 @@ impl Supervisor {
             serving("__accelerate-serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         drop(passed);
         let mut server = spawned.map_err(|e| Error::io("cannot start a server", e))?;
-        let text = serde_json::to_vec(&plan)
-            .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot write a plan", e))?;
         if let Some(mut stdin) = server.stdin.take() {
             // A server that has died shows below.
             let _ = stdin.write_all(&text).and_then(|()| stdin.write_all(b"\n"));
@@ -504,8 +496,7 @@ impl Supervisor {
                 self.warm = true;
                 let answer = serde_json::from_value::<ControlAnswer>(ready["changed"].clone());
                 let changed = answer.ok().map(ControlAnswer::into_result);
-                if let (Some(Change::Replace(new, _)), Some(Ok(_))) = (self.change.take(), &changed)
-                {
+                if let (Some(Change::Replace(new, _)), Some(Ok(_))) = (change, &changed) {
                     // The claim on the former device ends.
                     self.cache = new;
                 }
@@ -520,6 +511,7 @@ impl Supervisor {
             Err(error) => {
                 let _ = server.kill();
                 let _ = server.wait();
+                self.unsettled = change.zip(before).and_then(|(it, before)| it.unsettled(before));
                 Err(error)
             }
         }

@@ -6,16 +6,18 @@ mod slow;
 
 use std::{
     fs::{self, File, OpenOptions},
-    os::unix::fs::FileExt,
+    io::{Read, Write},
+    os::unix::{fs::FileExt, net::UnixStream},
     path::{Path, PathBuf},
     process::Command,
     sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     thread,
+    time::Duration,
 };
 
 use serde_json::Value;
 use slow::{Ends, MIB, PROGRAM, Slow, counter, file_of, hash_of, is_dirty, run, server_of, status};
-use testkit::{Burgeon, PATIENCE, Space, kill, wait_until};
+use testkit::{Burgeon, PATIENCE, Space, kill, processes_with, wait_until};
 
 /// Attaches in write-back, if this kernel can; nothing is written back by itself.
 fn attach(burgeon: &Burgeon, slow: &Path, name: &str) -> PathBuf {
@@ -31,13 +33,38 @@ fn create(burgeon: &Burgeon, cache: &str, options: &[&str]) {
     burgeon.ok(&[&["accelerate", "create", "fast", "--cache", cache], options].concat());
 }
 
-/// Ends a writer also if the test fails.
-struct Stops<'a>(&'a AtomicBool);
+/// Ends a writer also if the test fails. Then its device may have nobody who answers it: without
+/// processes, the kernel fails the write that it waits for.
+struct Stops<'a>(&'a AtomicBool, &'a Burgeon);
 
 impl Drop for Stops<'_> {
     fn drop(&mut self) {
         self.0.store(true, SeqCst);
+        if thread::panicking() {
+            let servers = serving(self.1);
+            let folder = self.1.state().join("accelerate");
+            processes_with(&folder).into_iter().chain(servers).for_each(kill);
+        }
     }
+}
+
+/// The server: a child of the supervisor, also while it answers nothing yet.
+fn serving(burgeon: &Burgeon) -> Vec<u32> {
+    let supervisors = processes_with(&burgeon.state().join("accelerate"));
+    let children = supervisors
+        .iter()
+        .map(|id| fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default());
+    let all = children.collect::<Vec<_>>().join(" ");
+    let is_server = |id: &u32| {
+        fs::read_to_string(format!("/proc/{id}/cmdline")).is_ok_and(|it| it.contains("-serve"))
+    };
+    all.split_whitespace().filter_map(|id| id.parse().ok()).filter(is_server).collect()
+}
+
+/// The path of the cache's device, as the state directory has it.
+fn recorded(burgeon: &Burgeon) -> String {
+    let text = fs::read_to_string(burgeon.state().join("accelerate/fast/device")).unwrap();
+    text.lines().next().unwrap().to_owned()
 }
 
 fn first(burgeon: &Burgeon) -> Value {
@@ -164,7 +191,7 @@ fn a_cache_moves_to_another_device_under_writes() {
         [&replace[..], more].concat().into_iter().map(str::to_owned).collect()
     };
     let last = thread::scope(|scope| {
-        let _stops = Stops(&stop);
+        let _stops = Stops(&stop, &burgeon);
         let writer = scope.spawn(|| {
             for round in 1u64.. {
                 for block in 0..256 {
@@ -220,6 +247,7 @@ fn a_cache_moves_to_another_device_under_writes() {
         burgeon.ok(&replace(made, &["--size", "32M"]));
         goes_on();
         stop.store(true, SeqCst);
+        assert!(wait_until(PATIENCE, || writer.is_finished()), "the writer waits for its device");
         writer.join().unwrap()
     });
     for block in 0..256 {
@@ -244,4 +272,144 @@ fn a_cache_moves_to_another_device_under_writes() {
     burgeon.ok(&["accelerate", "detach", "change-move"]);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
     drop(ends);
+}
+
+/// The server that moves the cache dies within that. The command tells the truth, at once and for
+/// good: a move that failed is not made later, to a file that has been removed.
+#[test]
+fn a_replacement_whose_server_dies_is_made_or_undone() {
+    let space = Space::new("change-death");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 16);
+    let cache = Slow::new(&file_of(&space, "first", 16), &[]);
+    create(&burgeon, cache.text(), &[]);
+    let device = attach(&burgeon, &image, "change-death");
+    let mode = first(&burgeon)["devices"][0]["mode"].clone();
+    let file = OpenOptions::new().read(true).write(true).open(&device).unwrap();
+    let mut now = cache.text().to_owned();
+    let mut outcomes = (0, 0);
+    for round in 0..8u8 {
+        file.write_all_at(&[round + 1; 8192], u64::from(round) * 8192).unwrap();
+        file.sync_all().unwrap();
+        let made = space.path(&format!("made-{round}")).to_str().unwrap().to_owned();
+        let replace = ["accelerate", "replace", "fast", "--cache", &made, "--size", "16M"];
+        let former = serving(&burgeon);
+        let mut command = burgeon.command(&replace).spawn().unwrap();
+        // The next one, a little later each time.
+        let is_next = |id: &u32| !former.contains(id);
+        let mut done = None;
+        assert!(wait_until(PATIENCE, || {
+            let next = serving(&burgeon).into_iter().find(is_next);
+            next.into_iter().for_each(|next| {
+                thread::sleep(Duration::from_micros(u64::from(round) * 700));
+                kill(next);
+            });
+            done = command.try_wait().unwrap();
+            next.is_some() || done.is_some()
+        }));
+        let is_done = match done {
+            Some(done) => done.success(),
+            None => command.wait().unwrap().success(),
+        };
+        if is_done {
+            now = made.clone();
+        }
+        assert_eq!(recorded(&burgeon), now, "round {round}, {is_done}");
+        assert_eq!(Path::new(&made).exists(), is_done, "round {round}");
+        // Nothing comes later.
+        thread::sleep(Duration::from_millis(1500));
+        assert_eq!(recorded(&burgeon), now, "round {round}, {is_done}");
+        assert!(!burgeon.state().join("accelerate/fast/replacing").exists());
+        assert!(wait_until(PATIENCE, || !serving(&burgeon).is_empty()));
+        let status = first(&burgeon);
+        assert_eq!((&status["cache"], &status["state"]), (&now.as_str().into(), &"good".into()));
+        assert_eq!(status["devices"][0]["mode"], mode, "round {round}");
+        for earlier in 0..=round {
+            let mut bytes = [0; 8192];
+            file.read_exact_at(&mut bytes, u64::from(earlier) * 8192).unwrap();
+            assert!(bytes == [earlier + 1; 8192], "round {round}: block {earlier}");
+        }
+        outcomes = (outcomes.0 + u8::from(is_done), outcomes.1 + u8::from(!is_done));
+    }
+    println!("{} made, {} undone", outcomes.0, outcomes.1);
+    drop(file);
+    burgeon.ok(&["accelerate", "detach", "change-death"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+/// What a replacement has changed meanwhile goes back, if it fails or is not asked for any more.
+#[test]
+fn a_replacement_that_ends_early_leaves_modes_and_device() {
+    let space = Space::new("change-early");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let slow = Slow::new(&file_of(&space, "slow", 128), &[]);
+    let [old, new] = ["old", "new"].map(|name| Slow::new(&file_of(&space, name, 300), &[]));
+    create(&burgeon, old.text(), &["--log-size", "64M"]);
+    let device = attach(&burgeon, &slow.path, "change-early");
+    let mode = first(&burgeon)["devices"][0]["mode"].clone();
+    let file = OpenOptions::new().read(true).write(true).open(&device).unwrap();
+    file.write_all_at(&[1; 8192], 0).unwrap();
+    let replace = ["accelerate", "replace", "fast", "--cache", new.text()];
+    // Its record cannot be written: what was begun is undone, and not tried again.
+    let obstacle = burgeon.state().join("accelerate/fast/device.new~");
+    fs::create_dir(&obstacle).unwrap();
+    burgeon.fails(&replace, 1, "cannot write");
+    assert!(!burgeon.state().join("accelerate/fast/replacing").exists());
+    let is_as_before = || {
+        let status = first(&burgeon);
+        assert_eq!((recorded(&burgeon).as_str(), &status["state"]), (old.text(), &"good".into()));
+        status["devices"][0]["mode"] == mode
+    };
+    assert!(is_as_before());
+    let server = server_of(&burgeon).unwrap();
+    kill(server);
+    assert!(wait_until(PATIENCE, || server_of(&burgeon).is_some_and(|next| next != server)));
+    assert!(is_as_before());
+    fs::remove_dir(&obstacle).unwrap();
+
+    // As the first question of a replacement leaves it.
+    let drain = || {
+        file.write_all_at(&[2; 8192], 0).unwrap();
+        let question = serde_json::json!({
+            "do": "write-back", "name": "change-early", "before": null, "ends": true
+        });
+        ask(&burgeon, "serve.sock", &question);
+        assert_eq!(first(&burgeon)["devices"][0]["mode"], "write-through");
+    };
+    drain();
+    let missing = space.path("missing");
+    let question = |to: &str| serde_json::json!({ "do": "replace", "cache": to, "log_size": null });
+    let answer = ask(&burgeon, "supervise.sock", &question(missing.to_str().unwrap()));
+    assert!(answer.contains("cannot open"), "{answer}");
+    assert!(is_as_before(), "a failed replacement leaves a device in write-through");
+    // A command that is interrupted after its first question, because much is dirty.
+    if mode == "write-back" {
+        for block in 0..12_000 {
+            file.write_all_at(&[3; 4096], block * 8192).unwrap();
+        }
+        file.sync_all().unwrap();
+        let answer = ask(&burgeon, "supervise.sock", &question(new.text()));
+        assert!(answer.contains("\"is_replaced\":false"), "{answer}: the slow device is too fast");
+        assert!(!is_as_before());
+        assert!(wait_until(PATIENCE, is_as_before), "the device stays in write-through");
+    }
+    drop(file);
+    burgeon.ok(&["accelerate", "check", "change-early"]);
+    burgeon.ok(&["accelerate", "detach", "change-early"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+/// Asks a process of the cache as the command does.
+fn ask(burgeon: &Burgeon, socket: &str, question: &Value) -> String {
+    let path = burgeon.state().join("accelerate/fast").join(socket);
+    let mut stream = UnixStream::connect(path).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    writeln!(stream, "{question}").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
 }

@@ -12,7 +12,7 @@ use crate::{
     disk::Disk,
     folder::CacheFolder,
     plan::{CacheChange, Plan, PlanDevice},
-    replace::{layout_of, replace},
+    replace::{is_unsettled, layout_of, replace},
 };
 
 /// The cache, and the result of the change that the plan asks for.
@@ -30,12 +30,16 @@ pub(super) fn open(
         }
         Some(CacheChange::Replace { folder, cache, cache_fd, log_size }) => {
             let new = Disk::adopt(File::from(take(*cache_fd)), cache)?;
-            let replaced = replaced(plan, &CacheFolder::at(folder), (&file, &new), *log_size);
-            if replaced.is_ok() {
-                file = new;
-                warm = false;
+            let folder = CacheFolder::at(folder);
+            match replaced(plan, &folder, (&file, &new), *log_size) {
+                Ok(answer) => {
+                    (file, warm) = (new, false);
+                    Some(Ok(answer))
+                }
+                // Nobody knows which of the two a power failure leaves: neither is used.
+                Err(error) if is_unsettled(&folder) => return Err(error),
+                Err(error) => Some(Err(error)),
             }
-            Some(replaced)
         }
     };
     opened(plan, file, warm, policy).map(|store| (store, changed))

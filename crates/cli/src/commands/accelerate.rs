@@ -362,7 +362,7 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     // Said here before anything starts; the supervisor opens it again, for good.
     drop(Disk::open(&attach.slow)?);
     if !folder.is_served() {
-        settle(&folder);
+        settle(&folder)?;
     }
     folder.start_supervisor()?;
     let done = folder.ask_supervisor(&ControlRequest::Attach(attach))?;
@@ -408,7 +408,7 @@ fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode>
         );
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
-    settle(&folder);
+    settle(&folder)?;
     match Disk::open(&path) {
         // The name of a device may be that of another one since a restart.
         Ok(disk) => match probe::content(&disk, disk.size())? {

@@ -22,7 +22,7 @@ use crate::{commands::Context, output::bytes};
 
 /// The device of a cache that is not served.
 fn open_idle(folder: &CacheFolder) -> Result<Disk, Error> {
-    settle(folder);
+    settle(folder)?;
     Disk::open(&folder.cache()?)
 }
 
@@ -67,11 +67,21 @@ pub(super) fn replace(
     let cache = std::path::absolute(cache)?;
     let is_made = make_file(&cache, size, log_size)?;
     let done = move_to(&folder, &cache, log_size, force).inspect_err(|_| {
-        if is_made && folder.cache().is_ok_and(|now| now != cache) {
-            let _ = fs::remove_file(&cache);
+        if is_made {
+            remove_unused(&folder, &cache);
         }
     })?;
     tell_size(context, name, &done)
+}
+
+/// Removes the file that was made for a cache that did not move to it. An error is no proof of that:
+/// a supervisor that did not answer in time may go on, and has the file open then.
+fn remove_unused(folder: &CacheFolder, file: &Path) {
+    let Ok(claimed) = Disk::open(file) else { return };
+    if folder.cache().is_ok_and(|now| now != file) {
+        let _ = fs::remove_file(file);
+    }
+    drop(claimed);
 }
 
 fn move_to(
