@@ -59,12 +59,19 @@ enum Step {
     Cleared,
 }
 
-/// The layout of a cache on `disk`, with a log of `log` bytes, or of the usual length.
-pub fn layout_of(disk: &Disk, log: Option<u64>) -> Result<Layout> {
-    match log.map(|log| u32::try_from(log / BLOCK_SIZE).unwrap_or(u32::MAX)) {
-        None => Layout::new(disk.size()),
-        Some(blocks) => Layout::with_log(disk.size(), blocks),
-    }
+/// The layout of a cache of `size` bytes, with a log of `log` bytes, or of the usual length.
+/// `Invalid` if it is too small, or the log does not fit.
+pub fn layout_of(size: u64, log: Option<u64>) -> Result<Layout> {
+    let Some(log) = log else { return Layout::new(size) };
+    let blocks = u32::try_from(log / BLOCK_SIZE).unwrap_or(u32::MAX);
+    Layout::with_log(size, 0)?;
+    Layout::with_log(size, blocks).map_err(|_| {
+        let what = format!(
+            "a log of {log} bytes does not fit into a cache of {size} bytes: 0, or 256 KiB to a quarter of the \
+             cache, at most 16 GiB"
+        );
+        Error::new(ErrorKind::Invalid, what)
+    })
 }
 
 /// Moves the cache of `folder` from `old` to `new`, whose content is overwritten. Nobody serves it.
@@ -291,7 +298,7 @@ mod tests {
             }
             let files = Self { state, folder };
             let old = files.open("old");
-            create_with(&old, layout_of(&old, None).unwrap(), [5; 16]).unwrap();
+            create_with(&old, layout_of(old.size(), None).unwrap(), [5; 16]).unwrap();
             files.folder.record(old.path(), [5; 16]).unwrap();
             files
         }
@@ -302,7 +309,7 @@ mod tests {
 
         fn replace(&self, last: Option<Step>) -> bool {
             let (old, new) = (self.open("old"), self.open("new"));
-            let layout = layout_of(&new, None).unwrap();
+            let layout = layout_of(new.size(), None).unwrap();
             let dies = |step| match Some(step) == last {
                 true => Err(Error::new(ErrorKind::Unavailable, "it dies here")),
                 false => Ok(()),
@@ -400,7 +407,7 @@ mod tests {
     #[test]
     fn an_error_leaves_the_old_one() {
         let files = Files::new();
-        assert!(layout_of(&files.open("new"), Some(3 << 20)).is_err());
+        assert!(layout_of(8 << 20, Some(3 << 20)).is_err());
         // Newer content of a slow device, as the state directory knows.
         let owner = DirtyOwner::default();
         Owners::at(&files.folder.owners()).put("data", &owner).unwrap();
@@ -409,7 +416,7 @@ mod tests {
         Owners::at(&files.folder.owners()).remove("data");
         // Another cache took the place of the device.
         let old = files.open("old");
-        create_with(&old, layout_of(&old, None).unwrap(), [6; 16]).unwrap();
+        create_with(&old, layout_of(old.size(), None).unwrap(), [6; 16]).unwrap();
         drop(old);
         assert!(!files.replace(None));
         assert!(read_super(&files.open("new"), 8 << 20).is_err());

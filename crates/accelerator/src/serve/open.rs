@@ -51,7 +51,7 @@ fn replaced(
     (old, new): (&Disk, &Disk),
     log_size: Option<u64>,
 ) -> Result<Value> {
-    let layout = layout_of(new, log_size)?;
+    let layout = layout_of(new.size(), log_size)?;
     let writes_back = |device: &PlanDevice| device.mode == Mode::WriteBack.name();
     if layout.log_blocks == 0
         && let Some(device) = plan.devices.iter().find(|device| writes_back(device))

@@ -15,16 +15,16 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_accelerate::{Mode, format::Layout, policy::PolicyKind};
+use burgeon_accelerate::{Mode, policy::PolicyKind};
 use burgeon_accelerator::{
     control::{Attach, ControlRequest},
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::{CacheFolder, check_name},
     probe,
-    replace::{new_id, settle},
+    replace::{layout_of, new_id, settle},
 };
-use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
+use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::refuse_accelerated;
 use clap::{Args as ClapArgs, Subcommand, builder::PossibleValuesParser};
 use rustix::{
@@ -63,24 +63,31 @@ pub(crate) struct Accelerate {
     pub(crate) command: AccelerateCommand,
 }
 
+/// The device of a cache that is made.
+#[derive(ClapArgs, Debug)]
+pub(crate) struct NewCache {
+    /// A block device, or a file, which is made if --size is given
+    #[arg(long, value_name = "DEVICE|FILE")]
+    cache: PathBuf,
+    /// Size of a new file
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+    /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    log_size: Option<u64>,
+    /// Overwrite a file system, a partition table or another cache
+    #[arg(long)]
+    force: bool,
+}
+
 #[derive(Subcommand, Debug)]
 pub(crate) enum AccelerateCommand {
     /// Make a cache on a device or file, and overwrite its content
     Create {
         /// The cache's name
         cache_name: String,
-        /// A block device, or a file, which is made if --size is given
-        #[arg(long, value_name = "DEVICE|FILE")]
-        cache: PathBuf,
-        /// Size of a new file
-        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-        size: Option<u64>,
-        /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
-        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-        log_size: Option<u64>,
-        /// Overwrite a file system, a partition table or another cache
-        #[arg(long)]
-        force: bool,
+        #[command(flatten)]
+        on: NewCache,
         /// With --force: overwrite the device even if it holds blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
@@ -174,18 +181,8 @@ pub(crate) enum AccelerateCommand {
     Replace {
         /// The cache's name
         cache_name: String,
-        /// The new device, or a file, which is made if --size is given
-        #[arg(long, value_name = "DEVICE|FILE")]
-        cache: PathBuf,
-        /// Size of a new file
-        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-        size: Option<u64>,
-        /// Size of the log for write-back, 0 for none [default: a tenth of the cache, at most 16G]
-        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-        log_size: Option<u64>,
-        /// Overwrite a file system, a partition table or another cache
-        #[arg(long)]
-        force: bool,
+        #[command(flatten)]
+        on: NewCache,
     },
     /// Remove a cache that nothing is attached to
     Destroy {
@@ -200,8 +197,8 @@ pub(crate) enum AccelerateCommand {
 pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Result<ExitCode> {
     need_mount_privilege("accelerate")?;
     match command {
-        AccelerateCommand::Create { cache_name, cache, size, log_size, force, accept_loss } => {
-            create(context, &cache_name, &cache, (size, log_size), (force, accept_loss))
+        AccelerateCommand::Create { cache_name, on, accept_loss } => {
+            create(context, &cache_name, &on, accept_loss)
         }
         AccelerateCommand::Attach {
             cache_name,
@@ -233,22 +230,14 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
             drained::detach(context, name, leave_dirty)
         }
         AccelerateCommand::Grow { cache_name, size } => change::grow(context, &cache_name, size),
-        AccelerateCommand::Replace { cache_name, cache, size, log_size, force } => {
-            change::replace(context, &cache_name, &cache, (size, log_size), force)
-        }
+        AccelerateCommand::Replace { cache_name, on } => change::replace(context, &cache_name, on),
         AccelerateCommand::Destroy { cache_name, accept_loss } => {
             destroy(context, &cache_name, accept_loss)
         }
     }
 }
 
-fn create(
-    context: &Context,
-    name: &str,
-    cache: &Path,
-    (size, log_size): (Option<u64>, Option<u64>),
-    (force, accept_loss): (bool, bool),
-) -> Result<ExitCode> {
+fn create(context: &Context, name: &str, on: &NewCache, accept_loss: bool) -> Result<ExitCode> {
     let folder = CacheFolder::of(context.state.root(), name)?;
     if folder.exists() {
         let what = format!(
@@ -258,11 +247,11 @@ fn create(
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     refuse_accelerated(context.state.root())?;
-    let cache = std::path::absolute(cache)?;
-    make_file(&cache, size, log_size)?;
+    let cache = std::path::absolute(&on.cache)?;
+    make_file(&cache, on.size, on.log_size)?;
     let disk = Disk::open(&cache)?;
-    let layout = layout_of(disk.size(), log_size)?;
-    refuse_content(&disk, force)?;
+    let layout = layout_of(disk.size(), on.log_size)?;
+    refuse_content(&disk, on.force)?;
     if !accept_loss {
         refuse_dirty(&disk, "create")?;
         // It may be a slow device that looks empty, because a cache has its content.
@@ -302,21 +291,6 @@ fn refuse_content(disk: &Disk, force: bool) -> Result<(), Error> {
         }
         None => Ok(()),
     }
-}
-
-/// The layout of a cache of `size` bytes, with a log of `log_size`.
-fn layout_of(size: u64, log_size: Option<u64>) -> Result<Layout, Error> {
-    let Some(log) = log_size else { return Layout::new(size) };
-    let blocks = u32::try_from(log / BLOCK_SIZE).unwrap_or(u32::MAX);
-    Layout::with_log(size, 0)?;
-    Layout::with_log(size, blocks).map_err(|_| {
-        let what = format!(
-            "a log of {} does not fit into a cache of {}: 0, or 256K to a quarter of the cache, at most 16G",
-            bytes(log),
-            bytes(size)
-        );
-        Error::new(ErrorKind::Invalid, what)
-    })
 }
 
 /// `Unavailable` if the cache on `disk` has content that no slow device has, or may have.

@@ -8,15 +8,16 @@ use burgeon_accelerator::{
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::CacheFolder,
-    replace::{self as moving, settle},
+    replace::{self as moving, layout_of, settle},
 };
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::refuse_accelerated;
 use serde_json::{Value, json};
 
 use super::{
+    NewCache,
     found::{tell, text},
-    layout_of, make_file, refuse_content, refuse_dirty,
+    make_file, refuse_content, refuse_dirty,
 };
 use crate::{commands::Context, output::bytes};
 
@@ -54,21 +55,15 @@ fn tell_size(context: &Context, name: &str, done: &Value) -> Result<ExitCode> {
     })
 }
 
-pub(super) fn replace(
-    context: &Context,
-    name: &str,
-    cache: &Path,
-    (size, log_size): (Option<u64>, Option<u64>),
-    force: bool,
-) -> Result<ExitCode> {
+pub(super) fn replace(context: &Context, name: &str, on: NewCache) -> Result<ExitCode> {
     let folder = CacheFolder::of(context.state.root(), name)?;
     folder.cache()?;
     refuse_accelerated(context.state.root())?;
-    let cache = std::path::absolute(cache)?;
-    let is_made = make_file(&cache, size, log_size)?;
-    let done = move_to(&folder, &cache, log_size, force).inspect_err(|_| {
+    let on = NewCache { cache: std::path::absolute(&on.cache)?, ..on };
+    let is_made = make_file(&on.cache, on.size, on.log_size)?;
+    let done = move_to(&folder, &on).inspect_err(|_| {
         if is_made {
-            remove_unused(&folder, &cache);
+            remove_unused(&folder, &on.cache);
         }
     })?;
     tell_size(context, name, &done)
@@ -84,15 +79,11 @@ fn remove_unused(folder: &CacheFolder, file: &Path) {
     drop(claimed);
 }
 
-fn move_to(
-    folder: &CacheFolder,
-    cache: &Path,
-    log_size: Option<u64>,
-    force: bool,
-) -> Result<Value, Error> {
+fn move_to(folder: &CacheFolder, on: &NewCache) -> Result<Value, Error> {
+    let (cache, log_size) = (&on.cache, on.log_size);
     let new = Disk::open(cache)?;
     let layout = layout_of(new.size(), log_size)?;
-    refuse_content(&new, force)?;
+    refuse_content(&new, on.force)?;
     refuse_dirty(&new, "replace")?;
     // It may be a slow device that looks empty, because a cache has its content.
     refuse_elsewhere(folder, "", &new)?;
