@@ -56,7 +56,7 @@ pub use dirty_ranges::Dirty;
 pub use mode::Mode;
 pub use records::create_for;
 pub use store::{
-    CacheStore, Distrust, Trust, create, create_with, destroy, dirty_in, grow, read_super,
+    CacheStore, Distrust, Trust, create, create_with, destroy, dirty_in, grow, growth, read_super,
 };
 pub use throttle::{AtOnce, Load, Moment, Throttle};
 pub use tier::HitTier;

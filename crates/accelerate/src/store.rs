@@ -141,6 +141,12 @@ pub fn grow(file: &impl LocalFile, size: u64) -> Result<()> {
     Ok(())
 }
 
+/// The layout that [`grow`] gives the cache on `file`, which has `now` bytes, once that has `size`
+/// bytes. Nothing is written. `Invalid` if it cannot grow so.
+pub fn growth(file: &impl LocalFile, now: u64, size: u64) -> Result<Layout> {
+    read_super(file, now)?.layout.grown(size)
+}
+
 /// Overwrites the superblocks: there is no cache any more.
 pub fn destroy(file: &impl LocalFile) -> Result<()> {
     for copy in 0..2 {

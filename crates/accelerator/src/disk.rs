@@ -133,7 +133,7 @@ impl Disk {
 
     /// Makes a file of `size` bytes of it, which are allocated. `Invalid` for a device, and for one
     /// that is larger.
-    pub fn extend(&self, size: u64) -> Result<()> {
+    pub fn extend(&mut self, size: u64) -> Result<()> {
         let path = self.path.display();
         if self.numbers().is_some() {
             let what = format!("{path} is a device, whose size is its own: leave --size out");
@@ -150,7 +150,9 @@ impl Disk {
             done => done.map_err(Into::into),
         };
         // A part of it would be of no use.
-        extended.inspect_err(|_| drop(self.file.set_len(now))).map_err(failed)
+        extended.inspect_err(|_| drop(self.file.set_len(now))).map_err(failed)?;
+        self.size = size - size % u64::from(self.logical_block);
+        Ok(())
     }
 
     /// A descriptor to pass on.
@@ -283,7 +285,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
         std::fs::write(&path, vec![7; 8192 + 100]).unwrap();
-        let disk = Disk::open(&path).unwrap();
+        let mut disk = Disk::open(&path).unwrap();
         assert_eq!(disk.size(), 8192);
         assert_eq!(Disk::open(&path).map(drop).unwrap_err().kind(), ErrorKind::Unavailable);
         disk.erase(ByteRange::at(4096, 4096).unwrap(), Erase::Zeroes { unmap: true }).unwrap();
@@ -293,6 +295,7 @@ mod tests {
         let error = disk.extend(4096).unwrap_err().to_string();
         assert!(error.contains("does not shrink"), "{error}");
         disk.extend(20_480).unwrap();
+        assert_eq!(disk.size(), 20_480);
         drop(disk);
         assert_eq!(Disk::open(&path).unwrap().size(), 20_480);
         assert_eq!(Disk::open(folder.path()).map(drop).unwrap_err().kind(), ErrorKind::Invalid);

@@ -10,7 +10,7 @@
 //!   durable   files that are replaced as a whole
 //!   lasting   distributions that outlive both processes
 //!   plan      what the supervisor tells the server
-//!   replace   another device under a cache
+//!   replace   another device under a cache           growth   more of its device
 //!   offline   writing back what is not attached
 //!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
 //!   status    all figures                            times    distributions of durations and sizes
@@ -25,6 +25,7 @@ pub mod dirty;
 pub mod disk;
 mod durable;
 pub mod folder;
+pub mod growth;
 mod harden;
 mod lasting;
 mod looped;

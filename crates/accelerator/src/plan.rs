@@ -36,8 +36,8 @@ pub(crate) struct Plan {
 /// A change of the cache that needs it to be served by nobody.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub(crate) enum CacheChange {
-    /// It takes its whole device.
-    Grow,
+    /// It takes its whole device; its file gets `size` bytes before.
+    Grow { size: Option<u64> },
     /// It moves to another device.
     Replace {
         /// Its folder.

@@ -8,8 +8,8 @@
 //! The old cache has no dirty blocks by then, and nobody serves it. The new one knows the same slow
 //! devices, with their counters, and has no content.
 //!
-//! An error before `device` names the new cache undoes all of it. If `device` cannot be made durable
-//! once it does, nobody knows which of the two a power failure leaves, so neither is used:
+//! An error before `device` names the new cache undoes all of it. If `device` cannot be made
+//! durable once it does, nobody knows which of the two a power failure leaves, so neither is used:
 //! `replacing` stays, and [`settle`] writes `device` once more before anything else.
 //!
 //! Invariants (held by the tests below):

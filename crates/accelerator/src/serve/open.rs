@@ -11,6 +11,7 @@ use crate::{
     dirty::{Owners, gone, record_distrust},
     disk::Disk,
     folder::CacheFolder,
+    growth::grow,
     plan::{CacheChange, Plan, PlanDevice},
     replace::{is_unsettled, layout_of, replace},
 };
@@ -24,9 +25,9 @@ pub(super) fn open(
     let mut warm = plan.warm;
     let changed = match &plan.change {
         None => None,
-        Some(CacheChange::Grow) => {
-            let grown = burgeon_accelerate::grow(&file, file.size());
-            Some(grown.map(|()| json!({ "cache": plan.cache, "size": file.size() })))
+        Some(CacheChange::Grow { size }) => {
+            let grown = grow(&mut file, *size);
+            Some(grown.map(|size| json!({ "cache": plan.cache, "size": size })))
         }
         Some(CacheChange::Replace { folder, cache, cache_fd, log_size }) => {
             let new = Disk::adopt(File::from(take(*cache_fd)), cache)?;

@@ -31,7 +31,8 @@ const DRAINING_MAX: Duration = Duration::from_secs(10);
 
 /// A change of the cache, which a server makes before it serves.
 pub(super) enum Change {
-    Grow,
+    /// The bytes that the file of the cache gets before.
+    Grow(Option<u64>),
     /// The new device, and the bytes of its log.
     Replace(Disk, Option<u64>),
 }
@@ -55,14 +56,14 @@ impl Change {
     pub(super) fn unsettled(self, before: String) -> Option<Unsettled> {
         match self {
             // It is one write of the superblock.
-            Self::Grow => None,
+            Self::Grow(_) => None,
             Self::Replace(new, _) => Some(Unsettled { new, before }),
         }
     }
 
     pub(super) fn plan(&self, folder: &CacheFolder) -> CacheChange {
         match self {
-            Self::Grow => CacheChange::Grow,
+            Self::Grow(size) => CacheChange::Grow { size: *size },
             Self::Replace(new, log_size) => CacheChange::Replace {
                 folder: folder.path().to_owned(),
                 cache: new.path().to_owned(),
@@ -75,7 +76,7 @@ impl Change {
     /// The descriptor that the server inherits for it.
     pub(super) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Grow => None,
+            Self::Grow(_) => None,
             Self::Replace(new, _) => Some(new.as_fd()),
         }
     }
@@ -84,8 +85,7 @@ impl Change {
 impl Supervisor {
     /// Has the cache take the space that its device has got.
     pub(super) fn grow(&mut self, size: Option<u64>) -> Result<Value> {
-        size.map_or(Ok(()), |size| self.cache.extend(size))?;
-        self.change(Change::Grow)
+        self.change(Change::Grow(size))
     }
 
     /// Puts another device under the cache; or tells how many dirty bytes are left to be written

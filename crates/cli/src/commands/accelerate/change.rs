@@ -8,6 +8,7 @@ use burgeon_accelerator::{
     dirty::refuse_elsewhere,
     disk::Disk,
     folder::CacheFolder,
+    growth,
     replace::{self as moving, layout_of, settle},
 };
 use burgeon_block::{Error, ErrorKind};
@@ -33,16 +34,14 @@ pub(super) fn grow(context: &Context, name: &str, size: Option<u64>) -> Result<E
     let done = match folder.is_served() {
         true => folder.ask_supervisor(&ControlRequest::Grow { size })?,
         false => {
-            let disk = open_idle(&folder)?;
+            let mut disk = open_idle(&folder)?;
             let head = burgeon_accelerate::read_super(&disk, disk.size())?;
             if !folder.is_its_cache(head.id) {
                 let what = format!("{} is not the device of {name}", disk.path().display());
                 return Err(Error::new(ErrorKind::Invalid, what).into());
             }
-            size.map_or(Ok(()), |size| disk.extend(size))?;
-            let (path, size) = (disk.path().to_owned(), size.unwrap_or(disk.size()));
-            burgeon_accelerate::grow(&disk, size)?;
-            json!({ "cache": path, "size": size })
+            let size = growth::grow(&mut disk, size)?;
+            json!({ "cache": disk.path(), "size": size })
         }
     };
     tell_size(context, name, &done)
@@ -69,8 +68,8 @@ pub(super) fn replace(context: &Context, name: &str, on: NewCache) -> Result<Exi
     tell_size(context, name, &done)
 }
 
-/// Removes the file that was made for a cache that did not move to it. An error is no proof of that:
-/// a supervisor that did not answer in time may go on, and has the file open then.
+/// Removes the file that was made for a cache that did not move to it. An error is no proof of
+/// that: a supervisor that did not answer in time may go on, and has the file open then.
 fn remove_unused(folder: &CacheFolder, file: &Path) {
     let Ok(claimed) = Disk::open(file) else { return };
     if folder.cache().is_ok_and(|now| now != file) {
