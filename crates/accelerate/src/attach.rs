@@ -202,7 +202,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
             let clean = Samples { store, slow, number, marks: &marks, cleared: &|_| false };
             store.take_identity(number, identity, &clean)?;
         }
-        marks.store(&DeviceBitmaps { store, first })?;
+        marks.store(&DeviceBitmaps { store, number, first })?;
         store.put_record(number, record)?;
         Ok(Begun { marks, dropped, is_lost: synced.is_err() })
     }

@@ -380,7 +380,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
 
     pub(crate) fn bitmaps(&self) -> DeviceBitmaps<'_, C> {
         let first = self.record.bitmap_first.get();
-        DeviceBitmaps { store: &self.store, first }
+        DeviceBitmaps { store: &self.store, number: self.number, first }
     }
 
     /// Marks regions durably; false if the cache is gone round instead.

@@ -38,7 +38,7 @@ impl<C: LocalFile> CacheStore<C> {
         let Some((block, sequence)) = identity.next_copy(device, self.id()) else { return Ok(()) };
         let at = |sequence| self.layout.identity_at(device, sequence);
         let stored = self.file.write_at(at(sequence), &block.0).and_then(|()| self.sync());
-        self.note_overhead(2 * BLOCK_SIZE);
+        self.overhead.note(Some(device), 2 * BLOCK_SIZE);
         stored.inspect_err(|_| identity.note_damaged(sequence))?;
         // Durable some time later: until then, only rot of the other copy is without a remedy.
         let second = self.file.write_at(at(sequence + 1), &block.0);

@@ -12,6 +12,7 @@
 //!     ├─ Sets (sets, keys) the index: 16-way sets, 4 bytes a block and 4 of check
 //!     ├─ Policy (policy)   what is kept: adaptive, clock, fifo, tinylfu
 //!     ├─ Log (log, record, recover, write_back, drain, throttle)   dirty blocks
+//!     ├─ Overhead (overhead)   bytes beside the blocks, for the counters of the devices
 //!     ├─ Locks (locks)     ranges of blocks that one request has to itself
 //!     └─ format, layout    the bytes on the device, and their places
 //! ```
@@ -37,6 +38,7 @@ mod log;
 mod log_state;
 mod marks;
 mod mode;
+mod overhead;
 pub mod policy;
 mod record;
 mod records;

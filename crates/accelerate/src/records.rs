@@ -119,7 +119,7 @@ impl<C: LocalFile> CacheStore<C> {
 
     /// Stores a record.
     pub(crate) fn put_record(&self, number: u8, record: DeviceRecord) -> Result<()> {
-        self.store_head(|head| head.devices[usize::from(number)] = record)
+        self.store_head_of(Some(number), |head| head.devices[usize::from(number)] = record)
     }
 
     /// Changes a record.
@@ -128,7 +128,7 @@ impl<C: LocalFile> CacheStore<C> {
         number: u8,
         change: impl FnOnce(&mut DeviceRecord),
     ) -> Result<()> {
-        self.store_head(|head| change(&mut head.devices[usize::from(number)]))
+        self.store_head_of(Some(number), |head| change(&mut head.devices[usize::from(number)]))
     }
 
     /// Forgets the slow device `name`.
@@ -172,12 +172,13 @@ impl<C: LocalFile> CacheStore<C> {
 /// The bitmap blocks of one slow device.
 pub(crate) struct DeviceBitmaps<'a, C> {
     pub(crate) store: &'a CacheStore<C>,
+    pub(crate) number: u8,
     pub(crate) first: u32,
 }
 
 impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
     fn write(&self, block: u32, bytes: &Block) -> Result<()> {
-        self.store.note_overhead(BLOCK_SIZE);
+        self.store.overhead.note(Some(self.number), BLOCK_SIZE);
         self.store.file.write_at(self.store.layout.bitmap_at(self.first + block), &bytes.0)
     }
 

@@ -33,6 +33,7 @@ use crate::{
     layout::Layout,
     locks::{BlockRange, Locked, Locks},
     log::{Log, Recovered},
+    overhead::Overhead,
     policy::{BlockPolicy, Fate, PolicyKind},
     recover::recover,
     sets::{Sets, Slot, check_of},
@@ -81,8 +82,7 @@ pub struct CacheStore<C> {
     head: Mutex<Super>,
     epoch: u64,
     errors: AtomicU32,
-    /// Bytes that were written beside the blocks, and that no device has counted yet.
-    overhead: AtomicU64,
+    pub(crate) overhead: Overhead,
     health: Mutex<Health>,
     distrust: Distrust,
 }
@@ -257,7 +257,7 @@ impl<C: LocalFile> CacheStore<C> {
             epoch: head.epoch,
             head: Mutex::new(head),
             errors: AtomicU32::new(0),
-            overhead: AtomicU64::new(0),
+            overhead: Overhead::default(),
             health: Mutex::new(Health::Good),
             distrust,
             file,
@@ -474,6 +474,7 @@ impl<C: LocalFile> CacheStore<C> {
             Ok(()) => {
                 self.sets.publish(slot, key, check_of(key, bytes));
                 counts.add(Count::CacheWrittenBytes, BLOCK_SIZE);
+                self.overhead.note_blocks(key.device, 1);
             }
             Err(error) => self.note_error(counts, &error),
         }
@@ -516,14 +517,9 @@ impl<C: LocalFile> CacheStore<C> {
         dropped
     }
 
-    /// Counts bytes beside the blocks: the next device that is tidied has them.
+    /// Counts bytes beside the blocks that are of no device alone.
     pub(crate) fn note_overhead(&self, bytes: u64) {
-        self.overhead.fetch_add(bytes, SeqCst);
-    }
-
-    /// The bytes since the last call.
-    pub(crate) fn take_overhead(&self) -> u64 {
-        self.overhead.swap(0, SeqCst)
+        self.overhead.note(None, bytes);
     }
 
     /// Stores the changed parts of the index, durably. The caller gives up the cache if it fails.
@@ -552,6 +548,15 @@ impl<C: LocalFile> CacheStore<C> {
 
     /// Changes the superblock, durably.
     pub(crate) fn store_head<T>(&self, change: impl FnOnce(&mut Super) -> T) -> Result<T> {
+        self.store_head_of(None, change)
+    }
+
+    /// The same for one device.
+    pub(crate) fn store_head_of<T>(
+        &self,
+        device: Option<u8>,
+        change: impl FnOnce(&mut Super) -> T,
+    ) -> Result<T> {
         let _turn = self.locks.lock(TURN);
         let (block, copy, changed) = {
             let mut head = self.head();
@@ -560,7 +565,7 @@ impl<C: LocalFile> CacheStore<C> {
             (head.encode(), head.generation % 2, changed)
         };
         let stored = self.file.write_at(copy * BLOCK_SIZE, &block.0).and_then(|()| self.sync());
-        self.note_overhead(BLOCK_SIZE);
+        self.overhead.note(device, BLOCK_SIZE);
         if stored.is_err() {
             // This copy may be damaged: the next write takes it again, and leaves the other one.
             self.head().generation -= 1;

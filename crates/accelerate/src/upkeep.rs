@@ -127,6 +127,16 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
         BlockRange { device: u8::MAX, first, end: first + 1 }
     }
 
+    /// Has the counters of all attached devices take what was written beside their blocks; what no
+    /// block caused is this device's.
+    fn charge_overhead(&self) {
+        self.store.overhead.divide(self.number);
+        for (at, backing) in self.store.backings().iter().enumerate() {
+            let Some(backing) = backing else { continue };
+            backing.counts.add(Count::CacheMetaBytes, self.store.overhead.take(at));
+        }
+    }
+
     /// Clears the marks of regions that are idle, after making the slow device and the index
     /// durable; stores the counters.
     pub fn tidy(&self) -> Result<()> {
@@ -142,7 +152,7 @@ impl<C: LocalFile, S: SlowDevice + 'static> CachedDevice<C, S> {
         let stored = self.refresh_identity(&idle);
         let stored = stored.and_then(|()| self.store.store_index()).and_then(|()| {
             self.marks.clear(&idle, &self.bitmaps())?;
-            self.counts.add(Count::CacheMetaBytes, self.store.take_overhead());
+            self.charge_overhead();
             let counters = self.counts.all().map(Into::into);
             self.store.change_record(self.number, |record| record.counters = counters)
         });

@@ -138,6 +138,7 @@ impl<C: LocalFile> CacheStore<C> {
                 }
             }
             counts.add(Count::CacheWrittenBytes, part.len() as u64);
+            self.overhead.note_blocks(key.device, (part.len() / BLOCK) as u64);
             key.block += (part.len() / BLOCK) as u64;
         }
         Ok(())

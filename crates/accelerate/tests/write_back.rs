@@ -5,7 +5,7 @@ mod machine;
 use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 use burgeon_accelerate::{
-    CacheStore, CachedDevice, Counts, DeviceOptions, DirtyLimits, Mode, Trust, create_with,
+    CacheStore, CachedDevice, Count, Counts, DeviceOptions, DirtyLimits, Mode, Trust, create_with,
     format::{LOG_MIN, Layout},
     policy::PolicyKind,
 };
@@ -284,4 +284,35 @@ fn a_loss_that_shows_at_a_cold_start_fails_the_flushes_of_a_device_in_use() {
         assert_eq!(device.flush().is_err(), is_in_use);
         assert_eq!(device.write(0, &[1; BLOCK], false).is_err(), is_in_use);
     }
+}
+
+#[test]
+fn bytes_beside_the_blocks_are_counted_for_the_device_that_writes() {
+    let machine = Machine::new();
+    let (busy, idle) = (Disk::new(SLOW_BLOCKS * BLOCK), Disk::new(SLOW_BLOCKS * BLOCK));
+    let store = machine.store(Trust::Warm).expect("no store");
+    let options = DeviceOptions::new(Mode::WriteBack);
+    let attach = |slow: &Disk, name| {
+        CachedDevice::attach(store.clone(), slow.clone(), name, Trust::Warm, options)
+            .expect("no device")
+    };
+    // The idle one is tidied first, as by a server.
+    let (idle, busy) = (attach(&idle, "idle"), attach(&busy, "busy"));
+    let tidy = || [&idle, &busy].iter().for_each(|device| device.tidy().expect("no tidying"));
+    tidy();
+    tidy();
+    let of = |device: &CachedDevice<Disk, Disk>| device.counts().get(Count::CacheMetaBytes);
+    let (before, others) = (of(&busy), of(&idle));
+    machine.cache.taken_writes();
+    // Each has a head of a record beside it.
+    (0..100).for_each(|block| put(&busy, 3 * block, 1));
+    tidy();
+    tidy();
+    let blocks: usize = machine.cache.taken_writes().iter().map(|(_, len)| len).sum();
+    let (busy, idle) = (of(&busy) - before, of(&idle) - others);
+    assert!(busy >= 100 * BLOCK as u64, "{busy} of the busy device, {idle} of the idle one");
+    // Its own record, at each tidying.
+    assert!(idle <= 2 * BLOCK as u64, "{idle} of the idle device, {busy} of the busy one");
+    // The last records are counted later.
+    assert!((blocks as u64 - 100) * BLOCK as u64 - busy - idle <= 3 * BLOCK as u64);
 }
