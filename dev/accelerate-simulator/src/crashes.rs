@@ -5,7 +5,7 @@ use testkit::Rng;
 
 use super::{
     disk::SECTOR,
-    run::{LEN_MAX, World},
+    run::{LEN_MAX, Report, World},
 };
 
 /// Runs some operations again and again, and lets the power fail within each write that they make,
@@ -75,16 +75,34 @@ pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
 
 /// Lets the power fail within each write of a growth of the cache and of the start that follows, in
 /// turn; then everything is read. At last the new space is used before it fails. Returns the number
-/// of failures.
-pub fn crash_while_growing(seed: u64) -> Result<u64, String> {
+/// of failures within the growth itself, and within all of it.
+pub fn crash_while_growing(seed: u64) -> Result<(u64, u64), String> {
+    crash_while_changing(seed, World::grow, |report| (report.growths, report.cut_growths))
+}
+
+/// The same for a move of the cache to another disk, the writing back before it included.
+pub fn crash_while_replacing(seed: u64) -> Result<(u64, u64), String> {
+    let counts = |report: &Report| (report.replacements, report.cut_replacements);
+    crash_while_changing(seed, World::replace, counts)
+}
+
+fn crash_while_changing(
+    seed: u64,
+    change: fn(&mut World) -> Result<(), String>,
+    counts: fn(&Report) -> (u64, u64),
+) -> Result<(u64, u64), String> {
+    let mut within = 0;
     for at in 0.. {
         let mut world = World::new(seed)?;
         world.choose(Mode::WriteBack, PolicyKind::Clock);
         world.operate()?;
         world.power.fail_after(Some(at));
-        world.grow()?;
-        let has_grown = !world.power.is_off();
-        if has_grown {
+        change(&mut world)?;
+        let is_done = !world.power.is_off();
+        if is_done {
+            if counts(&world.report).0 == 0 {
+                return Err(format!("seed {seed}: nothing was changed"));
+            }
             world.power.fail_after(None);
             world.choose(Mode::WriteBack, PolicyKind::Clock);
             (0..4).try_for_each(|_| world.operate())?;
@@ -92,11 +110,12 @@ pub fn crash_while_growing(seed: u64) -> Result<u64, String> {
             world.write_at(1, 0, 8, false);
         }
         world.compare_after_power_failure().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
-        if has_grown {
-            return Ok(at);
+        within += counts(&world.report).1;
+        if is_done {
+            return Ok((within, at));
         }
     }
-    Ok(0)
+    Ok((within, 0))
 }
 
 impl World {
@@ -142,7 +161,7 @@ impl World {
         self.compare_after_power_failure()
     }
 
-    fn write_back_all(&mut self) {
+    pub(crate) fn write_back_all(&mut self) {
         for device in self.running.iter().flatten() {
             // A failure shows in later requests.
             drop(device.store().write_back_all());

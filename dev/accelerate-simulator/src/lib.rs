@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   operations by seed: read, write, erase, flush, tidy, kill, cut the power, stop, foreign write,
-//!                       change the mode or the policy, grow, faults of either device
+//!                       change the mode or the policy, grow, replace the cache device, faults of
+//!                       either device
 //!                                     │
 //!   Model (what a sector may hold) ──compare── CachedDevice ──► Disk  (slow: two)
 //!                                                 └─ Store ──► Disk  (the cache device)
@@ -22,12 +23,14 @@
 //! One seed is one run. `dev/buggy-accelerate-simulator` compiles this over a copy with bugs, and
 //! asserts that each is found.
 
+mod change;
 mod crashes;
 mod disk;
 mod model;
 mod run;
 
 pub use crashes::{
-    crash_at_every_write, crash_while_growing, crash_while_tidying, die_at_every_write,
+    crash_at_every_write, crash_while_growing, crash_while_replacing, crash_while_tidying,
+    die_at_every_write,
 };
 pub use run::{Report, simulate};

@@ -9,7 +9,6 @@ use burgeon_accelerate::{
     CacheStore, CachedDevice, Cells, Counts, DeviceOptions, Dirty, DirtyLimits, Mode, Trust,
     create_with,
     format::{LOG_MIN, Layout},
-    grow,
     policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
@@ -21,8 +20,8 @@ use super::{
 };
 
 /// Of the cache when it is made, and of its device.
-const CACHE_LEN: usize = 1 << 20;
-const DEVICE_LEN: usize = 2 * CACHE_LEN;
+pub(crate) const CACHE_LEN: usize = 1 << 20;
+pub(crate) const DEVICE_LEN: usize = 3 * CACHE_LEN;
 /// Two slow devices; the second ends within a block.
 const SLOW_LENS: [usize; 2] = [3 << 20, (2 << 20) + 5 * SECTOR];
 const NAMES: [&str; 2] = ["first", "second"];
@@ -54,6 +53,12 @@ pub struct Report {
     pub late: u64,
     /// Growths of the cache.
     pub growths: u64,
+    /// Growths within which the power failed.
+    pub cut_growths: u64,
+    /// Moves of the cache to another disk.
+    pub replacements: u64,
+    /// Moves within which the power failed.
+    pub cut_replacements: u64,
 }
 
 /// Memory of counters that outlives the process.
@@ -77,17 +82,31 @@ pub(crate) struct World {
     /// The record of `Distrust`.
     distrusted: Arc<AtomicBool>,
     /// The cache has a log. Then nothing is promised over a cache device that lies.
-    logged: bool,
+    pub(crate) logged: bool,
     /// Seconds.
     clock: u64,
     /// The cache device has lied since it was opened cold.
-    lied: bool,
+    pub(crate) lied: bool,
+    /// Another program has written, and no start since has dropped the content: nobody vouches.
+    has_foreign: bool,
     pub(crate) running: Option<[CachedDevice<Disk, Disk>; 2]>,
     /// Counters of the devices, which the supervisor holds.
     cells: [Arc<SharedCells>; 2],
     /// A flush of the device has failed in this life of the supervisor.
     failed: [bool; 2],
-    report: Report,
+    pub(crate) report: Report,
+}
+
+/// A disk for a cache, and the layout of that.
+pub(crate) fn new_cache(seed: u64, logged: bool, power: &Power) -> Result<(Disk, Layout), String> {
+    let disk = Disk::new(seed, DEVICE_LEN, power);
+    let layout = Layout::with_log(CACHE_LEN as u64, if logged { LOG_MIN } else { 0 });
+    let layout = layout.map_err(|e| e.to_string())?;
+    if logged {
+        let first = (2 + layout.bitmap_blocks as usize) * BLOCK_SIZE as usize;
+        disk.set_late_range(first..first + LOG_MIN as usize * BLOCK_SIZE as usize);
+    }
+    Ok((disk, layout))
 }
 
 impl World {
@@ -95,16 +114,10 @@ impl World {
     pub(crate) fn new(seed: u64) -> Result<Self, String> {
         let mut rng = Rng::new(seed);
         let power = Power::default();
-        let cache = Disk::new(rng.bits(), DEVICE_LEN, &power);
-        let slow = SLOW_LENS.map(|len| Disk::new(rng.bits(), len, &power));
         let logged = seed % 2 == 1;
-        let layout = Layout::with_log(CACHE_LEN as u64, if logged { LOG_MIN } else { 0 });
-        let layout = layout.map_err(|e| e.to_string())?;
+        let (cache, layout) = new_cache(rng.bits(), logged, &power)?;
+        let slow = SLOW_LENS.map(|len| Disk::new(rng.bits(), len, &power));
         create_with(&cache, layout, [3; 16]).map_err(|e| e.to_string())?;
-        if logged {
-            let first = (2 + layout.bitmap_blocks as usize) * BLOCK_SIZE as usize;
-            cache.set_late_range(first..first + LOG_MIN as usize * BLOCK_SIZE as usize);
-        }
         let mut world = Self {
             rng,
             power,
@@ -116,6 +129,7 @@ impl World {
             logged,
             clock: 0,
             lied: false,
+            has_foreign: false,
             running: None,
             cells: Default::default(),
             failed: [false; 2],
@@ -127,7 +141,7 @@ impl World {
 
     /// Starts the process. `Warm` only if nothing speaks against it.
     pub(crate) fn start(&mut self, trust: Trust) -> Result<(), String> {
-        let cold = trust == Trust::Cold || self.distrusted.load(SeqCst);
+        let cold = trust == Trust::Cold || self.has_foreign || self.distrusted.load(SeqCst);
         let trust = if cold { Trust::Cold } else { Trust::Warm };
         let (witness, power) = (self.distrusted.clone(), self.power.clone());
         let distrust = Box::new(move |_: &[Dirty]| {
@@ -178,6 +192,7 @@ impl World {
         if !store.has_failed() {
             self.distrusted.store(false, SeqCst);
             self.lied &= trust == Trust::Warm;
+            self.has_foreign &= trust == Trust::Warm;
         }
         self.report.warm += u64::from(trust == Trust::Warm);
         self.running = devices.try_into().ok();
@@ -202,7 +217,7 @@ impl World {
     /// One step.
     fn step(&mut self) -> Result<(), String> {
         let number = self.rng.below(2) as usize;
-        match self.rng.below(201) {
+        match self.rng.below(203) {
             0..90 => self.read(number)?,
             90..150 => self.write(number),
             150..158 => self.erase(number),
@@ -234,7 +249,8 @@ impl World {
                 self.report.late += 1;
                 self.cache.land();
             }
-            200 => self.grow()?,
+            200 => self.change(Self::grow)?,
+            201 => self.change(Self::replace)?,
             _ => {
                 self.cache.set_faults(Faults::default());
                 self.slow[number].set_faults(Faults::default());
@@ -435,7 +451,7 @@ impl World {
             self.end_supervisor();
             return self.start(Trust::Cold);
         }
-        if self.rng.below(12) == 0 {
+        if self.rng.below(4) == 0 {
             // The next server may find that the cache device is partly dead.
             let chance = 1 << self.rng.below(8);
             let dead = self.rng.below(4) == 0;
@@ -446,20 +462,6 @@ impl World {
                 dead,
                 ..Faults::default()
             });
-        }
-        self.start(Trust::Warm)
-    }
-
-    /// The process ends, the cache takes the rest of its device, and the next process starts.
-    pub(crate) fn grow(&mut self) -> Result<(), String> {
-        self.end_process();
-        self.restart_disks();
-        match grow(&self.cache, DEVICE_LEN as u64) {
-            Ok(()) => self.report.growths += 1,
-            Err(_) if self.power.is_off() => return Ok(()),
-            // It has grown before.
-            Err(error) if error.kind() == ErrorKind::Invalid => {}
-            Err(error) => return Err(format!("the cache cannot grow: {error}")),
         }
         self.start(Trust::Warm)
     }
@@ -502,6 +504,7 @@ impl World {
             return self.start(Trust::Warm);
         }
         self.end_supervisor();
+        self.has_foreign = true;
         for _ in 0..20 {
             let number = self.rng.below(2) as usize;
             let (first, _) = self.range(number);
@@ -512,7 +515,7 @@ impl World {
         self.start(Trust::Cold)
     }
 
-    fn restart_disks(&mut self) {
+    pub(crate) fn restart_disks(&mut self) {
         self.cache.restart();
         self.slow.iter().for_each(Disk::restart);
     }

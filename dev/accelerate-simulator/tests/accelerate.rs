@@ -1,8 +1,8 @@
 //! The cache through random and through exhaustive failures.
 
 use accelerate_simulator::{
-    Report, crash_at_every_write, crash_while_growing, crash_while_tidying, die_at_every_write,
-    simulate,
+    Report, crash_at_every_write, crash_while_growing, crash_while_replacing, crash_while_tidying,
+    die_at_every_write, simulate,
 };
 
 fn seeds(default: u64) -> u64 {
@@ -24,12 +24,18 @@ fn no_seed_breaks_the_promise() {
         sum.inherited += report.inherited;
         sum.late += report.late;
         sum.growths += report.growths;
+        sum.cut_growths += report.cut_growths;
+        sum.replacements += report.replacements;
+        sum.cut_replacements += report.cut_replacements;
     }
     println!("{sum:?}");
     let happened =
         [sum.power_failures, sum.kills, sum.stops, sum.warm, sum.hit_bytes, sum.dead_caches];
-    let happened = happened.into_iter().chain([sum.inherited, sum.late, sum.growths]);
+    let happened = happened.into_iter().chain([sum.inherited, sum.late]);
     assert!(happened.into_iter().all(|count| count > 0), "{sum:?}");
+    // Not in a few seeds alone.
+    let changes = [sum.growths, sum.cut_growths, sum.replacements, sum.cut_replacements];
+    assert!(changes.into_iter().all(|count| count > 10), "{sum:?}");
 }
 
 #[test]
@@ -57,8 +63,18 @@ fn the_power_fails_while_marks_are_cleared() {
 #[test]
 fn the_power_fails_at_every_write_of_a_growth() {
     for seed in 0..seeds(12) {
-        let failures = crash_while_growing(seed).unwrap_or_else(|error| panic!("{error}"));
-        assert!(failures > 6, "{failures}");
+        let (within, all) = crash_while_growing(seed).unwrap_or_else(|error| panic!("{error}"));
+        // Two writes and two syncs.
+        assert!(within == 4 && all > 6, "{within}, {all}");
+    }
+}
+
+#[test]
+fn the_power_fails_at_every_write_of_a_replacement() {
+    for seed in 0..seeds(8) {
+        let (within, all) = crash_while_replacing(seed).unwrap_or_else(|error| panic!("{error}"));
+        // Two writes and a sync, on either disk.
+        assert!(within == 6 && all > 12, "{within}, {all}");
     }
 }
 
