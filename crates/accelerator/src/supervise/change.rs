@@ -177,7 +177,10 @@ impl Supervisor {
         }
         match is_moved {
             true => Ok(json!({ "cache": self.cache.path(), "size": self.cache.size() })),
-            false => Err(error),
+            false => {
+                let what = format!("the cache stays as it was: {error}");
+                Err(Error::with_source(error.kind(), what, error))
+            }
         }
     }
 
