@@ -3,11 +3,12 @@
 //!
 //! ```text
 //!   accelerate/NAME/histograms/DEVICE   { "write_ns": [[largest value of a bucket, number], …], … }
-//!   attach ──► into the memory, once       each 30 s, after a flush, at the end ──► replaced, durably
+//!   attach ──► into the memory, once       30 s after the last time, after a `flush`, at the end ──► replaced, durably
 //! ```
 //!
-//! Invariants: a file is old or new, never half of either. What is lost with supervisor and server
-//! is at most [`EVERY`] old.
+//! Invariants: a file is old or new, never half of either. The server looks at each tidying, so
+//! what is lost with supervisor and server is little older than [`EVERY`] and the time between two
+//! of these.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +26,7 @@ use crate::{
     times::{Kind, Times},
 };
 
-/// The longest time between two stores of values that change.
+/// The shortest time between two stores that nobody asks for.
 pub(crate) const EVERY: Duration = Duration::from_secs(30);
 /// The longest file: all buckets of all kinds are a tenth of it.
 const LEN_MAX: u64 = 1 << 20;
