@@ -169,6 +169,15 @@ impl Cache {
         (arena != 0).then_some(range)
     }
 
+    /// True if the chunk with `key` is here, and lent.
+    pub fn is_lent(&self, key: &ChunkKey) -> bool {
+        let shared = &*self.shared;
+        let Some(slot) = shared.index.find(key, &shared.slots) else { return false };
+        let admin = lock(&shared.admin);
+        // The slot may have been given to another chunk in between.
+        shared.slots.chunk(slot).is_some_and(|chunk| chunk.key == *key) && admin.is_lent(slot)
+    }
+
     /// The chunks in these ranges are lent from now on, and no others.
     pub fn lend(&self, ranges: Vec<LentRange>) {
         let mut upkeep = lock(&self.upkeep);

@@ -259,6 +259,17 @@ fn the_cache_may_lie_on_another_disk() {
     assert!(is_kept(), "a killed server's successor");
     burgeon.ok(&["upgrade"]);
     assert!(is_kept(), "an upgrade keeps the folder of the option");
+    // Without the folder, it serves the mounts and keeps nothing.
+    let away = disk_at.join("away");
+    fs::rename(&dir, &away).unwrap();
+    burgeon.ok(&["upgrade"]);
+    let problem = cache(&burgeon, &["status"])["cache"]["problem"].clone();
+    assert!(problem.as_str().is_some_and(|why| why.contains("it is not there")), "{problem}");
+    drop_caches();
+    assert_same(&tree, &at);
+    fs::rename(&away, &dir).unwrap();
+    burgeon.ok(&["upgrade"]);
+    assert!(is_kept(), "the folder is back");
     drop_caches();
     assert_same(&tree, &at);
     assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));

@@ -102,6 +102,13 @@ fn a_mount_that_was_let_go_outlives_every_process() {
     let_go(&set);
 
     set.burgeon.kill_daemon();
+    for command in ["status", "health", "upgrade"] {
+        let said = set.burgeon.ok(&[command]);
+        assert!(!said.contains("repair"), "{command}: {said}");
+    }
+    let said = set.burgeon.run(&["doctor"]).stdout;
+    let of_mount = said.lines().find(|line| line.contains(set.at.to_str().unwrap()));
+    assert!(of_mount.is_some_and(|line| line.contains("the kernel alone serves it")), "{said}");
     assert_same(&set.tree, &set.at);
     assert_eq!(fs::read(set.at.join("own")).unwrap(), b"written before");
     fs::write(set.at.join("f1"), Rng::new(77).bytes(FILE_LEN)).unwrap();

@@ -153,6 +153,8 @@ fn is_cloned(name: &str, mkfs: &[&str]) {
     assert_eq!(set.of_cache("admitted"), fetched, "another mount reads what is lent");
     // They stay, whatever comes; all else goes.
     set.burgeon.ok(&["cache", "evict", "1G"]);
+    let said = set.burgeon.ok(&["cache", "drop", "image"]);
+    assert!(said.contains("0 chunks") && said.contains("let go share them"), "{said}");
     assert_eq!((set.of_cache("lent"), set.of_cache("used")), (DATA, 0));
     set.burgeon.umount(mounted);
     let cache = set.cache();

@@ -32,7 +32,9 @@ use serde::Serialize;
 
 pub use self::health::{Health, health};
 use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
-pub use self::leftovers::{mounts_without_daemon, orphan_serves as is_served_without_supervisor};
+pub use self::leftovers::{
+    mounts_let_go, mounts_without_daemon, orphan_serves as is_served_without_supervisor,
+};
 use crate::{
     host::{cgroup::remove_leftovers, own_root, system},
     ipc::{

@@ -71,6 +71,12 @@ fn passed_on() -> Vec<(&'static str, OsString)> {
 pub(crate) fn start(state: &StateDir) -> Result<()> {
     let named = passed_on().into_iter().find(|(name, _)| *name == CACHE_DIR);
     named.map_or(Ok(()), |(_, dir)| cache_dir::check(state, Path::new(&dir)))?;
+    start_successor(state)
+}
+
+/// The same for the daemon after one that has ended: where the folder of the cache has become
+/// unusable since, it keeps nothing, and the mounts are served.
+pub(crate) fn start_successor(state: &StateDir) -> Result<()> {
     if Path::new("/run/systemd/system").is_dir() {
         return start_unit(state);
     }

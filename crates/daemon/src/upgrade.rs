@@ -109,7 +109,10 @@ fn await_restart(state: &StateDir) -> Result<()> {
         }
         thread::sleep(PAUSE);
     }
-    Client::connect_or_start(state).map(drop)
+    match Client::connect(state)? {
+        Some(_) => Ok(()),
+        None => start::start_successor(state),
+    }
 }
 
 /// Refuses a unit of systemd that starts another program: nothing is lost by it, but nothing is

@@ -153,6 +153,10 @@ fn say(command: &CacheCommand, answer: &CacheAnswer) {
         CacheCommand::Drop { image } => {
             let chunks = counted(*chunks, "chunk");
             println!("{chunks} of {image} left the cache: {}", bytes(*done));
+            if cache.lent > 0 {
+                let lent = bytes(cache.lent);
+                println!("{lent} stay, because mounts that were let go share them");
+            }
         }
         CacheCommand::Scrub { .. } => {
             let chunks = counted(*chunks, "damaged chunk");

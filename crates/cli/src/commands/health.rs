@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_daemon::doctor::health;
 use serde_json::json;
 
-use super::{Context, finding::show};
+use super::{Context, finding::show, without_daemon::no_daemon};
 use crate::output;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -49,10 +49,7 @@ pub(super) fn report(context: &Context, options: &Health) -> Result<ExitCode> {
     health.findings.iter().for_each(show);
     match (health.is_good(), health.is_running) {
         (true, true) => println!("healthy: mounted and served: {}", health.mounts),
-        (true, false) => println!(
-            "healthy: no daemon of {} runs, and nothing of it is mounted",
-            context.state.root().display()
-        ),
+        (true, false) => println!("healthy: {}", no_daemon(context)),
         (false, _) => println!("NOT healthy"),
     }
     Ok(code)

@@ -10,7 +10,7 @@ use anyhow::Result;
 use burgeon_block::ErrorKind;
 use burgeon_daemon::{
     Fsid,
-    doctor::mounts_without_daemon,
+    doctor::{mounts_let_go, mounts_without_daemon},
     holder,
     orphan::{self, Orphan},
     protocol::{MountStatus, Request},
@@ -158,7 +158,7 @@ fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> 
         say(context, &said)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let lost = mounts_without_daemon(&context.state);
+    let lost = mounts_without_daemon(&context.state).saturating_sub(mounts_let_go(&context.state));
     let said = match (lost, holder::waiting(&context.state).is_empty()) {
         (_, false) => {
             "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` \

@@ -4,7 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_daemon::{Upgraded, doctor::mounts_without_daemon};
+use burgeon_daemon::{
+    Upgraded,
+    doctor::{mounts_let_go, mounts_without_daemon},
+};
 use serde_json::json;
 
 use super::{Context, need_mount_privilege, without_daemon};
@@ -43,7 +46,7 @@ pub(super) fn upgrade(context: &Context, args: args::Upgrade) -> Result<ExitCode
 /// Nothing is to be upgraded, unless mounts have survived the daemon: the old program serves them.
 fn no_daemon(context: &Context) -> Result<ExitCode> {
     let lost = mounts_without_daemon(&context.state);
-    if lost > 0 {
+    if lost > mounts_let_go(&context.state) {
         let what = format!("nothing was upgraded: {}", without_daemon::no_daemon(context));
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }

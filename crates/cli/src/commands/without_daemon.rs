@@ -1,6 +1,6 @@
 //! The words of a command that finds no daemon: mounts may have survived it.
 
-use burgeon_daemon::doctor::{is_served_without_supervisor, mounts_without_daemon};
+use burgeon_daemon::doctor::{is_served_without_supervisor, mounts_let_go, mounts_without_daemon};
 
 use super::Context;
 use crate::output::counted;
@@ -19,7 +19,12 @@ pub(super) fn no_daemon(context: &Context) -> String {
             "there is no state directory {root}, so no daemon runs, and nothing is mounted"
         );
     }
-    match mounts_without_daemon(&context.state) {
+    let let_go = mounts_let_go(&context.state);
+    match mounts_without_daemon(&context.state).saturating_sub(let_go) {
+        0 if let_go > 0 => format!(
+            "no daemon runs, and none is needed: {}, let go, which the kernel alone serves",
+            that_exist(let_go)
+        ),
         0 => format!("no daemon runs for {root}: nothing is mounted"),
         lost if is_served_without_supervisor(&context.state) => format!(
             "no supervisor runs, but {}, which a server goes on serving: `burgeon doctor --repair` \

@@ -82,11 +82,12 @@ fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
         }
         Ok(None) => {
             let mounts = super::mounts_without_daemon(state);
-            let finding = (mounts > 0).then(|| match orphan_serves(state) {
+            let waiting = mounts.saturating_sub(super::mounts_let_go(state));
+            let finding = (waiting > 0).then(|| match orphan_serves(state) {
                 true => without_supervisor(),
                 false => Finding::repairable(
                     "daemon",
-                    match mounts {
+                    match waiting {
                         1 => "does not run, and 1 mount is in use".to_owned(),
                         more => format!("does not run, and {more} mounts are in use"),
                     },
@@ -94,6 +95,8 @@ fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
                     "start the daemon, which serves them again",
                 ),
             });
+            let is_let_go = waiting < mounts;
+            let only = only.filter(|_| !is_let_go);
             let finding = finding.or_else(|| only.map(|path| not_mounted(path, state)));
             Health { is_running: false, mounts, findings: finding.into_iter().collect() }
         }

@@ -34,6 +34,10 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<DaemonStatus>>) -
     for id in mount_ids(state) {
         let record = read_record(state, id);
         findings.push(match record {
+            Ok(record) if record.plain && record.is_alive() => Finding::fine(
+                &format!("mount {}", record.target.display()),
+                "was let go: the kernel alone serves it",
+            ),
             Ok(record) if record.is_alive() => Finding::repairable(
                 &format!("mount {}", record.target.display()),
                 match record.attach.transport {
@@ -77,6 +81,14 @@ pub fn mounts_without_daemon(state: &StateDir) -> usize {
         Err(_) => backing_devices::loop_below(&state.mount(*id)).is_some(),
     };
     mount_ids(state).iter().filter(|id| alive(id)).count()
+}
+
+/// The number of those that were let go: they need no daemon.
+pub fn mounts_let_go(state: &StateDir) -> usize {
+    let is_free = |id: &MountId| {
+        read_record(state, *id).is_ok_and(|record| record.plain && record.is_alive())
+    };
+    mount_ids(state).iter().filter(|id| is_free(id)).count()
 }
 
 /// The folder of a mount that is gone; a warning, unless it has left a device, too.

@@ -191,7 +191,8 @@ impl Serving {
         }
     }
 
-    /// Forgets the chunks of an image in all domains that it is read in now.
+    /// Forgets the chunks of an image in all domains that it is read in now. Lent ones stay: they
+    /// take no space, and the next read would fetch them to another place.
     fn drop_image(&self, digest: &Digest) -> Result<(u64, u64)> {
         let volumes = self.volumes.of_image(&self.state.image(digest));
         let map = match volumes.first() {
@@ -201,7 +202,9 @@ impl Serving {
         let domains = volumes.iter().map(|volume| volume.domain());
         let before = self.cache.report();
         for domain in domains.chain([Domain::PUBLIC]) {
-            self.cache.drop_keys(&chunk_keys(&map, &domain));
+            let mut keys = chunk_keys(&map, &domain);
+            keys.retain(|key| !self.cache.is_lent(key));
+            self.cache.drop_keys(&keys);
         }
         let after = self.cache.report();
         let evicted = after.evicted - before.evicted;
