@@ -131,6 +131,46 @@ fn a_mount_that_was_let_go_outlives_every_process() {
     set.burgeon.umount(again);
 }
 
+/// Writes other bytes in the place of `block` in a sparse file.
+fn spoil(path: &Path, block: &[u8]) {
+    let file = fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut at = 0;
+    let mut buf = vec![0; 4096];
+    while let Ok(start) = seek(&file, SeekFrom::Data(at)) {
+        at = seek(&file, SeekFrom::Hole(start)).unwrap();
+        for place in (start..at).step_by(4096) {
+            file.read_exact_at(&mut buf, place).unwrap();
+            if buf == block {
+                file.write_all_at(&[0xa5; 512], place).unwrap();
+                return file.sync_all().unwrap();
+            }
+        }
+    }
+    panic!("the block is not in {path:?}");
+}
+
+#[test]
+fn a_damaged_plain_file_is_told() {
+    let space = Space::new("let-go-damaged");
+    let set = set_up(&space);
+    let mounted = set.burgeon.mount("image", &set.at, &FUSE);
+    let_go(&set);
+    set.burgeon.ok(&["health"]);
+    let block = Rng::new(3).bytes(FILE_LEN + 4097 * 3)[8192..12288].to_vec();
+    spoil(&plain_files(&set.burgeon)[0], &block);
+    drop_caches();
+    assert_eq!(fs::read(set.at.join("f3")).unwrap_err().raw_os_error(), Some(libc::EIO));
+    let said = set.burgeon.run(&["health"]);
+    assert!(said.code == Some(1) && said.stdout.contains("damaged"), "{said:?}");
+    assert!(set.burgeon.run(&["doctor"]).stdout.contains("damaged or unreadable"));
+    // The remedy.
+    set.burgeon.umount(mounted);
+    let mounted = set.burgeon.mount("image", &set.at, &FUSE);
+    assert_same(&set.tree, &set.at);
+    set.burgeon.ok(&["health"]);
+    set.burgeon.umount(mounted);
+}
+
 #[test]
 fn a_mount_can_be_filled_and_let_go_at_once() {
     let space = Space::new("let-go-at-once");

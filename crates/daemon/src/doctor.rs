@@ -3,6 +3,7 @@
 //! ```text
 //!   examine ─┬─ machine     kernel, devices, privileges, space
 //!            ├─ cache       its folder, and earlier ones
+//!            ├─ damage      of plain files, as btrfs counts it
 //!            ├─ leftovers   of dead daemons and killed builds      ◄── repair
 //!            └─ writes      named writes; area: the mappings in them
 //! ```
@@ -15,6 +16,7 @@
 
 mod area;
 mod cache;
+mod damage;
 mod health;
 mod leftovers;
 mod machine;
@@ -131,6 +133,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         findings.extend(leftovers::lost_records(state));
         read_only::note(status);
         findings.extend(status.mounts.iter().filter_map(forced_read_only));
+        findings.extend(status.mounts.iter().filter_map(damage::damaged));
     }
     findings.push(daemon(runs));
     findings.extend(left);

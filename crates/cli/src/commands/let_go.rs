@@ -35,7 +35,7 @@ impl LetGone {
     pub(super) fn describe(&self, path: &Path) {
         let (path, LetGone { bytes: all, gone }) = (path.display(), self);
         let made = match (gone.cloned, gone.copied) {
-            (0, _) => String::new(),
+            (0, 0) => String::new(),
             (cloned, copied) => {
                 format!(" ({} shared with the cache, {} copied)", bytes(cloned), bytes(copied))
             }

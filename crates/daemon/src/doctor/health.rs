@@ -10,7 +10,9 @@ use std::{
 use burgeon_block::Result;
 
 use super::{
-    Finding, Level, forced_read_only,
+    Finding, Level,
+    damage::damaged,
+    forced_read_only,
     leftovers::{lost_records, orphan_serves, without_supervisor},
     machine::{READ_ONLY, is_read_only},
     unserved,
@@ -70,6 +72,7 @@ fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
             status.mounts.retain(|mount| only.is_none_or(|only| mount.target == only));
             let mut findings = unserved(&status);
             findings.extend(status.mounts.iter().filter_map(forced_read_only));
+            findings.extend(status.mounts.iter().filter_map(damaged));
             findings.extend(server(&status, patience));
             findings.extend(cache(&status));
             if only.is_none() {

@@ -47,10 +47,14 @@ pub(super) fn make_room(
     if cache.free >= wanted {
         return Ok(());
     }
+    let remedy = match cache.free.checked_sub(data.saturating_add(writes)).map(|left| left >> 20) {
+        Some(left @ 1..) => format!("lower the floor (`burgeon cache resize --keep-free {left}M`)"),
+        _ if writes > 0 => "mount it with a smaller --write-limit".to_owned(),
+        _ => "mount it from another disk (--state-dir)".to_owned(),
+    };
     let what = format!(
-        "a copy of its data takes {} MiB, and its writes may still take {} MiB; {} MiB are free, of \
-         which {} MiB, the cache's floor, stay free: free some space, or lower the floor (`burgeon \
-         cache resize --keep-free`)",
+        "a copy of its data takes {} MiB, and its writes may still take {} MiB; {} MiB are free, and \
+         {} MiB have to stay free (the cache's floor): free some space, or {remedy}",
         mib(data),
         mib(writes),
         mib(cache.free),
