@@ -462,6 +462,29 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
+/// `umoci insert` of Debian 12 makes such layers.
+#[test]
+fn a_layer_may_lack_the_mark_at_the_end_of_an_archive() {
+    let space = Space::new("oci-no-mark");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), Rng::new(9).bytes(100_000)).unwrap();
+    let tar = Command::new("tar").arg("-c").arg("-C").arg(&tree).arg("file").output().unwrap();
+    let end = tar.stdout.iter().rposition(|byte| *byte != 0).unwrap() + 1;
+    let whole = &tar.stdout[..end.next_multiple_of(512)];
+    let kind = "application/vnd.oci.image.layer.v1.tar";
+    let folder = space.path("layout");
+    OciLayout::by_hand(&folder, None, &[(kind, whole.to_vec())], |_| ()).unwrap();
+    let at = space.path("at");
+    let mounted = burgeon.mount(&format!("oci-layout:{}", folder.display()), &at, &[]);
+    assert!(fs::read(at.join("file")).unwrap() == Rng::new(9).bytes(100_000));
+    burgeon.umount(mounted);
+    // An archive alone has nothing else that tells whether it is whole.
+    let alone = space.path("alone.tar");
+    fs::write(&alone, whole).unwrap();
+    burgeon.fails(&["build", alone.to_str().unwrap(), "alone"], 4, "ends too early");
+}
+
 #[test]
 fn a_layer_with_a_wrong_digest_is_refused_and_leaves_nothing() {
     let space = Space::new("tampered");

@@ -38,6 +38,8 @@ const TRIES_MAX: u32 = 4;
 const FIRST_PAUSE: Duration = Duration::from_secs(10 * 60);
 /// The longest time until images are looked at again without a change.
 const LOOK: Duration = Duration::from_secs(10 * 60);
+/// The same after a failure, such as a configuration that cannot be read.
+const RETRY: Duration = Duration::from_secs(60);
 
 /// True if it may be tried now, for an image that was unpacked at `unpacked`.
 fn is_due(index: &ImageIndex, unpacked: SystemTime, now: SystemTime) -> bool {
@@ -140,13 +142,16 @@ impl Snapshotter {
         let this = Arc::clone(self);
         thread::Builder::new().name("indexer".into()).spawn(move || {
             // It waits first: a start asks no registry.
-            while this.images.wait(Some(LOOK)) {
+            let mut pause = LOOK;
+            while this.images.wait(Some(pause)) {
+                pause = LOOK;
                 loop {
                     match this.index_next(&SystemTime::now) {
                         Ok(true) if !this.images.is_over() => {}
                         Ok(_) => break,
                         Err(error) => {
                             tracing::warn!(%error, "the work on indexes is put off");
+                            pause = RETRY;
                             break;
                         }
                     }

@@ -273,9 +273,18 @@ impl Snapshotter {
             Err(refusal) => return Ok(Err(refusal.to_string())),
         };
         self.disk.write(&snapshot)?;
+        let is_used_again = {
+            let known = self.known_indexes();
+            let mut known = remote::manifests(&snapshot).filter_map(|it| known.get(it));
+            known.any(|index| index.unused_since.is_some())
+        };
         let mut all = self.lock();
         let before = all.get(chain).is_ok().then_some(chain);
         all.put(before, snapshot);
+        drop(all);
+        if is_used_again {
+            self.images.ring();
+        }
         Ok(Ok(()))
     }
 

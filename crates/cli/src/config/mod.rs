@@ -169,6 +169,25 @@ impl Registry {
     }
 }
 
+impl SnapshotterConfig {
+    /// Faults that no single line has.
+    fn problems(&self) -> Vec<Problem> {
+        let min = self.index_min.as_ref().map_or(Self::INDEX_MIN, |min| min.value);
+        let max = self.index_max.as_ref().map_or(Self::INDEX_MAX, |max| max.value);
+        let given = self.index_min.as_ref().or(self.index_max.as_ref()).filter(|_| min > max);
+        let problem = given.map(|setting| Problem {
+            file: setting.origin.file.clone(),
+            line: Some(setting.origin.line),
+            key: Some("snapshotter.index-min".to_owned()),
+            message: format!(
+                "no image gets an index: index-min is {min} bytes, and index-max {max}; index = \
+                 false turns them off"
+            ),
+        });
+        problem.into_iter().collect()
+    }
+}
+
 /// `[snapshotter]`
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SnapshotterConfig {
@@ -276,6 +295,7 @@ impl Config {
         }
         problems.extend(config.registry.problems());
         problems.extend(config.stores.problems());
+        problems.extend(config.snapshotter.problems());
         (config, problems)
     }
 }

@@ -101,8 +101,11 @@ impl OwnLayers {
 
     /// Runs a command of this program; its output, of [`SAID_MAX`] bytes at most.
     fn run(&self, arguments: &[&OsStr], limit: Duration) -> Result<String> {
-        let shown = arguments.iter().map(|argument| argument.to_string_lossy()).collect::<Vec<_>>();
-        let shown = shown.join(" ");
+        let shown = |argument: &&OsStr| match argument.is_empty() {
+            true => "''".into(),
+            false => argument.to_string_lossy(),
+        };
+        let shown = arguments.iter().map(shown).collect::<Vec<_>>().join(" ");
         let failed = |e| Error::io(format!("cannot run `burgeon {shown}`"), e);
         // Files, not pipes, which a child of the command could hold open.
         let file = || {
@@ -146,7 +149,7 @@ impl OwnLayers {
             return read(output).map_err(failed);
         }
         let words = read(said).map_err(failed)?;
-        let what = format!("`burgeon {shown}` failed: {}", words.trim().replace('\n', "; "));
+        let what = format!("{} (`burgeon {shown}`)", words.trim().replace('\n', "; "));
         Err(Error::new(ErrorKind::Unavailable, what))
     }
 }

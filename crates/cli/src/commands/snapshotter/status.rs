@@ -94,7 +94,10 @@ fn print_index(index: &ImageIndex) {
             println!("index of {image}: {state}, {}{unused}", output::bytes(bytes));
         }
         (state, None, Some(why)) => println!("index of {image}: {state}: {why}"),
-        (state, None, None) => println!("index of {image}: {state}, attempt {}", index.tries),
+        (state, None, None) => println!(
+            "index of {image}: {state}, attempt {}; after a restart it goes on within 10 minutes",
+            index.tries
+        ),
     }
 }
 

@@ -39,7 +39,7 @@ pub fn first_difference(
     files: &[Listed],
     sha256: Sha256<'_>,
 ) -> Result<Option<String>> {
-    let mut reader = Reader::new(archive);
+    let mut reader = Reader::of_layer(archive);
     let mut files = files.iter();
     let found = loop {
         match (reader.next()?, files.next()) {

@@ -94,6 +94,7 @@ struct OneLayer<'a, R> {
 
 impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
     type Archive = Bounded<'a, R>;
+    const ARE_LAYERS: bool = true;
 
     fn next(&mut self) -> Result<Option<Self::Archive>> {
         Ok(self.archive.take())

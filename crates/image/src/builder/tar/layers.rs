@@ -111,7 +111,7 @@ impl Layers {
     ///
     /// Errors: `Corrupt` for a damaged or hostile archive, `Invalid` beyond a limit.
     pub fn headers(&self, archive: impl Read) -> Result<LayerHeaders> {
-        let mut reader = Reader::new(self.bounded(archive));
+        let mut reader = Reader::of_layer(self.bounded(archive));
         let mut entries = Vec::new();
         while let Some(mut entry) = reader.next()? {
             reader.skip(entry.stored_len)?;
@@ -300,6 +300,7 @@ struct LiveArchives {
 
 impl Archives for LiveArchives {
     type Archive = Archive;
+    const ARE_LAYERS: bool = true;
 
     fn next(&mut self) -> Result<Option<Archive>> {
         for (number, open) in self.archives.by_ref() {

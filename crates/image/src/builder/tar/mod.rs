@@ -179,6 +179,8 @@ impl<R: Read> Read for Positioned<R> {
 /// The archives to read, and the handling of their entries.
 trait Archives: Send {
     type Archive: Read + Send;
+    /// Their digests tell that they are whole.
+    const ARE_LAYERS: bool;
 
     /// The next archive, once the previous one has ended.
     fn next(&mut self) -> Result<Option<Self::Archive>>;
@@ -201,6 +203,7 @@ struct OneArchive<'a> {
 
 impl<'a> Archives for OneArchive<'a> {
     type Archive = Bounded<'a, Archive>;
+    const ARE_LAYERS: bool = false;
 
     fn next(&mut self) -> Result<Option<Self::Archive>> {
         Ok(self.archive.take())
@@ -234,7 +237,8 @@ impl<'a, A: Archives> TarInput<'a, A> {
     fn next_entry(&mut self) -> Result<()> {
         let Some(reader) = &mut self.reader else {
             let archive = self.archives.next()?;
-            self.reader = archive.map(|archive| Reader::new(Positioned { archive, at: 0 }));
+            let reader = if A::ARE_LAYERS { Reader::of_layer } else { Reader::new };
+            self.reader = archive.map(|archive| reader(Positioned { archive, at: 0 }));
             self.ended = self.reader.is_none();
             return Ok(());
         };

@@ -86,13 +86,20 @@ pub(super) struct Reader<R> {
     global: Global,
     /// A header has been read: this is a tar archive.
     begun: bool,
+    /// The mark at the end has to be there: nothing else tells a truncated archive.
+    needs_mark: bool,
 }
 
 impl<R: Read> Reader<R> {
     pub(super) fn new(input: R) -> Self {
         let (records, attributes) = (Records::new(GLOBAL_MAX), Attributes::default());
         let global = Global { records, headers: 0, attributes, is_parsed: true };
-        Self { input, padding: 0, global, begun: false }
+        Self { input, padding: 0, global, begun: false, needs_mark: true }
+    }
+
+    /// Of a layer, whose digest tells that it is whole: some tools leave the mark out.
+    pub(super) fn of_layer(input: R) -> Self {
+        Self { needs_mark: false, ..Self::new(input) }
     }
 
     /// The stream, for an entry's data: the caller must read exactly `stored_len` bytes.
@@ -100,13 +107,13 @@ impl<R: Read> Reader<R> {
         &mut self.input
     }
 
-    /// The next entry; `None` at the end-of-archive mark, which must be present.
+    /// The next entry; `None` at the end-of-archive mark, which must be present but in a layer.
     pub(super) fn next(&mut self) -> Result<Option<TarEntry>> {
         let mut records = Records::new(META_MAX as usize);
         let (mut long_path, mut long_link, mut extended, mut before) = (None, None, 0, 0);
         self.skip_padding()?;
         loop {
-            let Some(header) = self.header()? else { return Ok(None) };
+            let Some(header) = self.header(before > 0)? else { return Ok(None) };
             let size = header.number(124, 12)?;
             if before > BEFORE_MAX {
                 let what =
@@ -189,12 +196,29 @@ impl<R: Read> Reader<R> {
         self.input.read_exact(buf).map_err(cannot_read)
     }
 
-    fn header(&mut self) -> Result<Option<Header>> {
+    /// Fills `first`, a byte, unless the stream ends here. An end that a decoder does not expect is
+    /// an error.
+    fn has_more(&mut self, first: &mut [u8]) -> Result<bool> {
+        loop {
+            match self.input.read(first) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                read => return read.map(|len| len > 0).map_err(cannot_read),
+            }
+        }
+    }
+
+    /// The next header; `is_awaited` by one that describes it.
+    fn header(&mut self, is_awaited: bool) -> Result<Option<Header>> {
         let mut header = Header([0; BLOCK]);
         if !self.begun {
             self.first(&mut header)?;
         } else {
-            self.fill(&mut header.0)?;
+            let (first, rest) = header.0.split_at_mut(1);
+            match self.has_more(first)? {
+                true => self.fill(rest)?,
+                false if self.needs_mark || is_awaited => return Err(truncated()),
+                false => return Ok(None),
+            }
         }
         if header.0 == [0; BLOCK] {
             return Ok(None);
@@ -360,6 +384,10 @@ fn no_tar(why: &str) -> Error {
     Error::new(ErrorKind::UnsupportedFormat, what)
 }
 
+fn truncated() -> Error {
+    corrupt("the archive ends too early: it is truncated")
+}
+
 pub(super) fn cannot_read(error: io::Error) -> Error {
     // The archive's source may have a more precise error.
     let error = match error.downcast::<Error>() {
@@ -367,7 +395,7 @@ pub(super) fn cannot_read(error: io::Error) -> Error {
         Err(error) => error,
     };
     if error.kind() == io::ErrorKind::UnexpectedEof {
-        return corrupt("the archive ends too early: it is truncated");
+        return truncated();
     }
     if needs_much_memory(&error) {
         return crate::invalid(
