@@ -102,8 +102,8 @@ impl OwnLayers {
     /// Runs a command of this program; its output, of [`SAID_MAX`] bytes at most.
     fn run(&self, arguments: &[&OsStr], limit: Duration) -> Result<String> {
         let shown = |argument: &&OsStr| match argument.is_empty() {
-            true => "''".into(),
-            false => argument.to_string_lossy(),
+            true => "''".to_owned(),
+            false => argument.to_string_lossy().into_owned(),
         };
         let shown = arguments.iter().map(shown).collect::<Vec<_>>().join(" ");
         let failed = |e| Error::io(format!("cannot run `burgeon {shown}`"), e);
