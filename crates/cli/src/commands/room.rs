@@ -104,7 +104,8 @@ fn try_allocate(context: &Context, file: &File, (offset, len): (u64, u64)) -> Re
     let is_shared = shares_disk(context, &store);
     let in_flight = if is_shared { IN_FLIGHT } else { 0 };
     let wanted = floor_of(&context.state, &store)?.saturating_add(in_flight).saturating_add(len);
-    for _ in 0..TRIES {
+    let mut in_vain = 0;
+    for attempt in 0..TRIES {
         let lacking = {
             let _alone = lock(context).map_err(failed)?;
             let lacking = wanted.saturating_sub(free_in(&store).unwrap_or(0));
@@ -118,7 +119,12 @@ fn try_allocate(context: &Context, file: &File, (offset, len): (u64, u64)) -> Re
             }
             lacking
         };
-        if !is_shared || evict(context, lacking, 0)? == 0 {
+        // Readers have taken what was free a moment ago: more and more is asked for.
+        let ahead = attempt as u64 * IN_FLIGHT;
+        let is_in_vain = !is_shared || evict(context, lacking.saturating_add(ahead), 0)? == 0;
+        // Once, others may have evicted it all at the same moment.
+        in_vain += u32::from(is_in_vain);
+        if !is_shared || in_vain > 1 {
             break;
         }
     }
