@@ -339,7 +339,7 @@ fn a_replacement_whose_server_dies_is_made_or_undone() {
     drop(ends);
 }
 
-/// What a replacement has changed meanwhile goes back, if it fails or is not asked for any more.
+/// The modes go back if the replacement fails, or is not asked for any more.
 #[test]
 fn a_replacement_that_ends_early_leaves_modes_and_device() {
     let space = Space::new("change-early");

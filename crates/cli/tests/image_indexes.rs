@@ -147,6 +147,7 @@ fn a_plain_image_is_lazy_at_its_second_pull() {
     assert!(wait_until(PATIENCE, is_unused));
     node.pull(&name).unwrap();
     assert_eq!(node.kinds(), ["remote", "remote"], "{:?}", node.snapshots());
+    assert!(wait_until(PATIENCE, || indexes(&burgeon, &space)[0]["used"] == true));
     let fetched = node.ctr(&["content", "ls", "-q"]).unwrap();
     assert!(layers.iter().all(|layer| !fetched.contains(layer)), "{fetched}");
     assert_eq!(node.run_in(&name, "first", "cat /second /etc/changed").unwrap(), "layerchanged");

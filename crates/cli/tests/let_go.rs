@@ -106,6 +106,8 @@ fn a_mount_that_was_let_go_outlives_every_process() {
         let said = set.burgeon.ok(&[command]);
         assert!(!said.contains("repair"), "{command}: {said}");
     }
+    set.burgeon.ok(&["health", set.at.to_str().unwrap()]);
+    assert_eq!(set.burgeon.run(&["health", "/"]).code, Some(1), "nothing is mounted there");
     let said = set.burgeon.run(&["doctor"]).stdout;
     let of_mount = said.lines().find(|line| line.contains(set.at.to_str().unwrap()));
     assert!(of_mount.is_some_and(|line| line.contains("the kernel alone serves it")), "{said}");

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering::Relaxed},
     time::{Duration, SystemTime},
 };
@@ -14,10 +14,18 @@ use burgeon_snapshotter::{
     model::{Labels, Refusal, SnapshotKind},
 };
 use fake::{Fake, labels_of};
+use tempfile::TempDir;
 
 mod fake;
 
 const HOUR: Duration = Duration::from_secs(3600);
+
+/// A root that is not there yet, in a folder that goes with the value, and its layers.
+fn fresh() -> (TempDir, PathBuf, Arc<Fake>) {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    (folder, root, Arc::default())
+}
 
 fn open(root: &Path, fake: &Arc<Fake>) -> Snapshotter {
     Snapshotter::open(root).unwrap().with_layers(Arc::clone(fake) as _)
@@ -71,9 +79,7 @@ fn indexes(root: &Path) -> Vec<ImageIndex> {
 
 #[test]
 fn an_unpacked_image_gets_an_index_and_its_next_pull_is_remote() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let all = open(&root, &fake);
     let now = SystemTime::now();
     // Not before its topmost layer is there.
@@ -115,9 +121,7 @@ fn an_unpacked_image_gets_an_index_and_its_next_pull_is_remote() {
 
 #[test]
 fn the_indexes_of_removed_images_have_bounded_room() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let all = open(&root, &fake);
     let now = SystemTime::now();
     *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 25 };
@@ -138,9 +142,7 @@ fn the_indexes_of_removed_images_have_bounded_room() {
 
 #[test]
 fn failures_are_tried_again_and_told() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let mut all = open(&root, &fake);
     let mut now = SystemTime::now();
     let asked = |all: &Snapshotter, now: SystemTime| {
@@ -221,9 +223,7 @@ fn a_pause_begins_when_the_try_has_ended() {
 
 #[test]
 fn an_index_that_cannot_be_removed_holds_up_no_other() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let all = open(&root, &fake);
     let now = SystemTime::now();
     *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 0 };
@@ -248,9 +248,7 @@ fn an_index_that_cannot_be_removed_holds_up_no_other() {
 
 #[test]
 fn an_index_that_a_user_made_after_a_failure_stays() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let all = open(&root, &fake);
     let now = SystemTime::now();
     *fake.policy.lock().unwrap() = IndexPolicy { is_on: true, kept: 0 };
@@ -269,9 +267,7 @@ fn an_index_that_a_user_made_after_a_failure_stays() {
 /// As by `burgeon rm`: the record still says that the index was made.
 #[test]
 fn an_index_that_was_removed_is_made_again_at_the_next_pull() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     let all = open(&root, &fake);
     pull(&all, 1);
     work(&all, SystemTime::now());
@@ -288,9 +284,7 @@ fn an_index_that_was_removed_is_made_again_at_the_next_pull() {
 
 #[test]
 fn an_image_that_ends_the_process_is_not_tried_for_ever() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().join("root");
-    let fake = Arc::new(Fake::default());
+    let (_folder, root, fake) = fresh();
     pull(&open(&root, &fake), 1);
     // Dies at the first step after the record that it was begun.
     let live = |steps: i64| {

@@ -158,7 +158,8 @@ fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> 
         say(context, &said)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let lost = mounts_without_daemon(&context.state).saturating_sub(mounts_let_go(&context.state));
+    let let_go = mounts_let_go(&context.state).len();
+    let lost = mounts_without_daemon(&context.state).saturating_sub(let_go);
     let said = match (lost, holder::waiting(&context.state).is_empty()) {
         (_, false) => {
             "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` \

@@ -46,7 +46,7 @@ pub(super) fn upgrade(context: &Context, args: args::Upgrade) -> Result<ExitCode
 /// Nothing is to be upgraded, unless mounts have survived the daemon: the old program serves them.
 fn no_daemon(context: &Context) -> Result<ExitCode> {
     let lost = mounts_without_daemon(&context.state);
-    if lost > mounts_let_go(&context.state) {
+    if lost > mounts_let_go(&context.state).len() {
         let what = format!("nothing was upgraded: {}", without_daemon::no_daemon(context));
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }

@@ -19,7 +19,7 @@ pub(super) fn no_daemon(context: &Context) -> String {
             "there is no state directory {root}, so no daemon runs, and nothing is mounted"
         );
     }
-    let let_go = mounts_let_go(&context.state);
+    let let_go = mounts_let_go(&context.state).len();
     match mounts_without_daemon(&context.state).saturating_sub(let_go) {
         0 if let_go > 0 => format!(
             "no daemon runs, and none is needed: {}, let go, which the kernel alone serves",

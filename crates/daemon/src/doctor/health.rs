@@ -85,7 +85,8 @@ fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
         }
         Ok(None) => {
             let mounts = super::mounts_without_daemon(state);
-            let waiting = mounts.saturating_sub(super::mounts_let_go(state));
+            let let_go = super::mounts_let_go(state);
+            let waiting = mounts.saturating_sub(let_go.len());
             let finding = (waiting > 0).then(|| match orphan_serves(state) {
                 true => without_supervisor(),
                 false => Finding::repairable(
@@ -98,8 +99,7 @@ fn asked(state: &StateDir, patience: Duration, only: Option<&Path>) -> Health {
                     "start the daemon, which serves them again",
                 ),
             });
-            let is_let_go = waiting < mounts;
-            let only = only.filter(|_| !is_let_go);
+            let only = only.filter(|path| !let_go.iter().any(|target| target == path));
             let finding = finding.or_else(|| only.map(|path| not_mounted(path, state)));
             Health { is_running: false, mounts, findings: finding.into_iter().collect() }
         }

@@ -1,7 +1,10 @@
 //! Finds the leftovers of crashes and killed commands: mounts without a daemon, folders of mounts
 //! that have ended, ublk devices, and builds.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use burgeon_block::{ErrorKind, Result};
 use burgeon_source::Directory;
@@ -83,12 +86,11 @@ pub fn mounts_without_daemon(state: &StateDir) -> usize {
     mount_ids(state).iter().filter(|id| alive(id)).count()
 }
 
-/// The number of those that were let go: they need no daemon.
-pub fn mounts_let_go(state: &StateDir) -> usize {
-    let is_free = |id: &MountId| {
-        read_record(state, *id).is_ok_and(|record| record.plain && record.is_alive())
-    };
-    mount_ids(state).iter().filter(|id| is_free(id)).count()
+/// The places of those that were let go: they need no daemon.
+pub fn mounts_let_go(state: &StateDir) -> Vec<PathBuf> {
+    let records = mount_ids(state).into_iter().filter_map(|id| read_record(state, id).ok());
+    let let_go = records.filter(|record| record.plain && record.is_alive());
+    let_go.map(|record| record.target).collect()
 }
 
 /// The folder of a mount that is gone; a warning, unless it has left a device, too.

@@ -188,7 +188,7 @@ impl Arenas {
         let mut parts = (0..from.len()).step_by(CLONED_MAX as usize);
         let Err(error) = parts.try_for_each(clone) else { return Ok(Outcome::Cloned(identity)) };
         tracing::debug!(%error, arena = run.arena, "chunks are copied");
-        // Where nothing can be cloned, a file may not be cleared, either.
+        // A file system that cannot clone perhaps cannot clear a file, either.
         if is_impossible(&error) {
             return Ok(Outcome::Impossible);
         }

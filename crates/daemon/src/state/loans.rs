@@ -183,14 +183,19 @@ mod tests {
         LentRange { identity: u64::from(arena) << 40 | 1, range }
     }
 
-    #[test]
-    fn records_are_found_wherever_their_files_are_and_end_with_them() {
+    fn with_image_and_mount() -> (tempfile::TempDir, StateDir, Digest, MountId) {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(&temp.path().join("state")).unwrap();
         let (image, id) = (Digest::of(b"image"), MountId::random().unwrap());
         files::make_folder(&state.image(&image)).unwrap();
         files::make_folder(&complete::folder(&state, &image)).unwrap();
         files::make_folder(&state.mount(id)).unwrap();
+        (temp, state, image, id)
+    }
+
+    #[test]
+    fn records_are_found_wherever_their_files_are_and_end_with_them() {
+        let (_temp, state, image, id) = with_image_and_mount();
         let mount = state.plain_file(id);
         let [plain, summed] =
             ["plain", "summed"].map(|name| complete::folder(&state, &image).join(name));
@@ -217,12 +222,7 @@ mod tests {
 
     #[test]
     fn all_records_together_are_bounded() {
-        let temp = tempfile::tempdir().unwrap();
-        let state = StateDir::open(&temp.path().join("state")).unwrap();
-        let (image, id) = (Digest::of(b"image"), MountId::random().unwrap());
-        files::make_folder(&state.image(&image)).unwrap();
-        files::make_folder(&complete::folder(&state, &image)).unwrap();
-        files::make_folder(&state.mount(id)).unwrap();
+        let (_temp, state, image, id) = with_image_and_mount();
         let of_mount = [lent(1), lent(2), lent(3)];
         write(&state.plain_file(id), &of_mount).unwrap();
         write(&complete::folder(&state, &image).join("plain"), &[lent(4), lent(5)]).unwrap();
