@@ -404,6 +404,18 @@ mod tests {
     }
 
     #[test]
+    fn limits_that_leave_no_image_an_index_are_a_fault() {
+        for text in ["index-min = '20G'", "index-max = '1M'"] {
+            let (config, problems) = read(&format!("[snapshotter]\n{text}\n"));
+            assert_eq!(problems, [""; 0]);
+            let faults = config.snapshotter.problems();
+            assert!(faults.len() == 1 && faults[0].line == Some(2), "{text}: {faults:?}");
+        }
+        let (config, _) = read("[snapshotter]\nindex-min = '1M'\nindex-max = '1M'\n");
+        assert!(config.snapshotter.problems().is_empty());
+    }
+
+    #[test]
     fn every_problem_is_named_with_its_line() {
         let (_, problems) = read(
             "state-dir = 'x'\nstroe = 1\n[mount]\nwirte-limit = '1G'\nfill = 'yes'\n\
