@@ -183,7 +183,8 @@ fn a_mount_can_be_filled_and_let_go_at_once() {
     let said = set.burgeon.ok(&mount);
     assert!(said.contains("no process of Burgeon is needed"), "{said}");
     assert_eq!(states(&set.burgeon), ["let go"]);
-    set.burgeon.kill_daemon();
+    let ended = set.burgeon.ok(&["shutdown"]);
+    assert!(ended.contains("a mount that was let go stays"), "{ended}");
     assert_same(&set.tree, &set.at);
     unmount(&set.at, UnmountFlags::empty()).unwrap();
     // The next daemon cleans up.

@@ -43,6 +43,7 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
         return without_daemon(context, &args);
     };
     let held = held(&status.mounts);
+    let left = status.mounts.iter().filter(|mount| mount.state == "let go" && !unmounts).count();
     if unmounts {
         need_mount_privilege("shutdown --unmount")?;
         let flags = flags(&args);
@@ -72,7 +73,12 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
         _ => anyhow::Error::from(e),
     })?;
     client.wait_for_end()?;
-    say(context, "the daemon has ended")?;
+    let said = match left {
+        0 => "the daemon has ended".to_owned(),
+        1 => "the daemon has ended; a mount that was let go stays".to_owned(),
+        left => format!("the daemon has ended; {left} mounts that were let go stay"),
+    };
+    say(context, &said)?;
     Ok(ExitCode::SUCCESS)
 }
 

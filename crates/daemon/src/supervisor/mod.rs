@@ -237,7 +237,7 @@ impl Supervisor {
     /// unit, or a shutdown, neither unmounts nor waits, and no read fails.
     fn handle_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
-            let mounts = self.table().mounts.len();
+            let mounts = self.table().served().count();
             if start::is_unit() {
                 log::prepare_to_end();
             }
@@ -252,11 +252,12 @@ impl Supervisor {
         }
     }
 
-    /// Decides to stop: no new mounts from now on. Refused while something is mounted.
+    /// Decides to stop: no new mounts from now on. Refused while a mount needs the daemon.
     fn try_stop(&self, force: bool) -> Result<()> {
         let mut table = self.table();
-        if let Some(entry) = table.mounts.values().next().filter(|_| !force) {
-            let others = table.mounts.len() - 1;
+        let served = table.served().next();
+        if let Some(entry) = served.filter(|_| !force) {
+            let others = table.served().count() - 1;
             let others = if others > 0 { format!(" and {others} more") } else { String::new() };
             return Err(Error::new(
                 ErrorKind::Unavailable,

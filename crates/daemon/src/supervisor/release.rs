@@ -109,7 +109,7 @@ impl Supervisor {
         self.changed.notify_all();
         let idle = {
             let table = self.table();
-            table.end_when_idle && table.mounts.is_empty()
+            table.end_when_idle && table.served().next().is_none()
         };
         if idle && self.try_stop(false).is_ok() {
             self.end();

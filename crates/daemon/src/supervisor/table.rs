@@ -221,7 +221,7 @@ pub(crate) struct Table {
     helpers: usize,
     /// No new mounts, and no new server.
     pub(crate) stopping: bool,
-    /// End as soon as nothing is mounted.
+    /// End as soon as no mount needs the daemon.
     pub(crate) end_when_idle: bool,
     /// Clients that wait for a mount to be released.
     pub(crate) release_waiters: usize,
@@ -342,6 +342,11 @@ impl Table {
             }
             self.attach(id);
         }
+    }
+
+    /// The mounts that need the daemon: those that were let go do not.
+    pub(crate) fn served(&self) -> impl Iterator<Item = &MountEntry> {
+        self.mounts.values().filter(|entry| !entry.record.plain)
     }
 
     /// Connects the server with the opener, once both are there. An opener that does not take the
