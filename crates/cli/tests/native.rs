@@ -56,6 +56,9 @@ fn a_native_container_changes_lasts_and_goes_as_on_overlayfs() {
     let full = std::fs::write(at.join("larger"), vec![1; 400 << 20]).unwrap_err();
     assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
     std::fs::remove_file(at.join("larger")).unwrap();
+    // Without a command or systemd, the snapshotter alone starts a dead daemon again.
+    burgeon.kill_both();
+    assert!(wait_until(PATIENCE, || burgeon.run(&["health"]).code == Some(0)));
     let view = |node: &Node<'_>, name: &str| {
         let target = space.make_folder("view");
         let mounts =

@@ -32,7 +32,7 @@ use super::super::{Context, oci_image, reading};
 use crate::output;
 
 /// The folder of blobs below containerd's content store; each is named by its SHA-256.
-const BLOBS: &str = "blobs/sha256";
+pub(super) const BLOBS: &str = "blobs/sha256";
 
 /// Options of `index`.
 #[derive(clap::Args, Debug)]

@@ -14,6 +14,7 @@ mod fetch;
 mod floor;
 mod index;
 mod layers;
+mod revive;
 mod setup;
 mod status;
 mod verify;
@@ -157,6 +158,14 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
     if let Some(folder) = default_hosts(context) {
         burgeon_source::registry::use_hosts_of(folder.into());
     }
+    if let Some(folder) = args.content_store.as_ref().filter(|it| !it.join(index::BLOBS).is_dir()) {
+        // containerd may make it later.
+        eprintln!(
+            "burgeon: {} has no {} now: while that is so, indexes are made from the registry",
+            folder.display(),
+            index::BLOBS
+        );
+    }
     let snapshotter = Snapshotter::open(&root)?;
     let root = root.canonicalize()?;
     let layers = OwnLayers::new(
@@ -174,6 +183,7 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
     let snapshotter =
         Arc::new(snapshotter.with_layers(Arc::new(layers)).with_containers(containers));
     let socket = Socket::bind(&args.socket)?;
+    revive::begin(context.state.clone())?;
     burgeon_daemon::notify_systemd();
     burgeon_snapshotter::serve(snapshotter, socket)?;
     Ok(ExitCode::SUCCESS)
