@@ -43,16 +43,35 @@ const RETRY: Duration = Duration::from_secs(60);
 
 /// True if it may be tried now, for an image that was unpacked at `unpacked`.
 fn is_due(index: &ImageIndex, unpacked: SystemTime, now: SystemTime) -> bool {
-    let pause = match index.state {
-        IndexState::Begun => Duration::ZERO,
-        IndexState::Failed(_) => FIRST_PAUSE * 6u32.saturating_pow(index.tries.saturating_sub(1)),
-        // A pull that could have used it did not: perhaps a user has removed it.
-        IndexState::Made { .. } => return unpacked > index.changed,
-        IndexState::LeftOut(_) => return false,
-    };
+    // A pull that could have used it did not: perhaps a user has removed it.
+    if let IndexState::Made { .. } = index.state {
+        return unpacked > index.changed;
+    }
     // A clock that was set back delays nothing for long.
-    let passed = now.duration_since(index.changed).unwrap_or(pause);
-    index.tries < TRIES_MAX && passed >= pause
+    let is_over = |pause| now.duration_since(index.changed).map_or(true, |passed| passed >= pause);
+    index.pause().is_some_and(is_over)
+}
+
+impl ImageIndex {
+    /// The pause before the next try, after it has changed; `None` if there is none.
+    fn pause(&self) -> Option<Duration> {
+        let pause = match self.state {
+            IndexState::Begun => Duration::ZERO,
+            IndexState::Failed(_) => {
+                FIRST_PAUSE * 6u32.saturating_pow(self.tries.saturating_sub(1))
+            }
+            IndexState::Made { .. } | IndexState::LeftOut(_) => return None,
+        };
+        (self.tries < TRIES_MAX).then_some(pause)
+    }
+
+    /// When an index that failed is tried again; `None` if it is not.
+    pub fn next_try(&self) -> Option<SystemTime> {
+        matches!(self.state, IndexState::Failed(_))
+            .then(|| self.pause())
+            .flatten()
+            .map(|pause| self.changed + pause)
+    }
 }
 
 /// The next thing to do.

@@ -154,6 +154,8 @@ fn failures_are_tried_again_and_told() {
     pull(&all, 1);
     assert!(asked(&all, now));
     let IndexState::Failed(why) = &indexes(&root)[0].state else { panic!() };
+    let index = &indexes(&root)[0];
+    assert_eq!(index.next_try(), Some(index.changed + HOUR / 6));
     assert_eq!(why, "the registry is away");
     assert!(!asked(&all, now), "at once");
     for pause in [1, 2, 7] {
@@ -303,6 +305,7 @@ fn an_image_that_ends_the_process_is_not_tried_for_ever() {
     work(&open(&root, &fake), SystemTime::now() + HOUR * 1000);
     let IndexState::Failed(why) = &indexes(&root)[0].state else { panic!("it is tried again") };
     assert!(why.contains("ended each time"), "{why}");
+    assert_eq!(indexes(&root)[0].next_try(), None);
     assert_eq!((begun(), fake.indexes.lock().unwrap().len()), (4, 0));
 }
 

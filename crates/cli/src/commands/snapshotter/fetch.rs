@@ -75,6 +75,11 @@ fn digest<'de, D: Deserializer<'de>>(from: D) -> Result<OciDigest, D::Error> {
 }
 
 pub(super) fn fetch(context: &Context, root: &Path, args: &Fetch) -> Result<ExitCode> {
+    // `ctr` would try for 10 s.
+    std::os::unix::net::UnixStream::connect(&args.address).map_err(|e| {
+        let shown = args.address.display();
+        Error::io(format!("cannot reach containerd at {shown}: is it there (--address)?"), e)
+    })?;
     let containerd = Containerd(args, AtomicU64::new(0));
     let has = containerd.blobs()?;
     let layers = containerd.layers(&has)?;

@@ -1,6 +1,6 @@
 //! `burgeon snapshotter status`: reads the records themselves, so it works while nothing runs.
 
-use std::{path::Path, process::ExitCode};
+use std::{path::Path, process::ExitCode, time::SystemTime};
 
 use anyhow::Result;
 use burgeon_snapshotter::{
@@ -83,7 +83,13 @@ fn index_json(index: &ImageIndex) -> serde_json::Value {
     json!({
         "image": index.image, "manifest": index.manifest, "state": state, "bytes": bytes,
         "why": why, "tries": index.tries, "used": index.unused_since.is_none(),
+        "next_try": index.next_try().map(seconds),
     })
+}
+
+/// Seconds since 1970.
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 fn print_index(index: &ImageIndex) {
@@ -92,6 +98,14 @@ fn print_index(index: &ImageIndex) {
     match index_state(index) {
         (state, Some(bytes), _) => {
             println!("index of {image}: {state}, {}{unused}", output::bytes(bytes));
+        }
+        (state @ "failed", None, Some(why)) => {
+            let next = match index.next_try().map(|at| at.duration_since(SystemTime::now())) {
+                Some(Ok(left)) => format!("tried again in {} min", left.as_secs().div_ceil(60)),
+                Some(Err(_)) => "tried again within 10 min".to_owned(),
+                None => format!("given up after {} tries", index.tries),
+            };
+            println!("index of {image}: {state}: {why}; {next}");
         }
         (state, None, Some(why)) => println!("index of {image}: {state}: {why}"),
         (state, None, None) => println!(
