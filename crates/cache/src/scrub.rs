@@ -46,7 +46,9 @@ pub(crate) fn run(shared: &Shared, bytes_per_second: u64, stop: &AtomicBool) -> 
         {
             let is_forgotten = shared.forget(&chunk.key);
             forgotten += u64::from(is_forgotten);
-            shared.tally.doubted.add(1);
+            // Bytes that cannot be read are not known to be wrong.
+            let count = if is_read { &shared.tally.doubted } else { &shared.tally.read_errors };
+            count.add(1);
             if is_forgotten {
                 report(&chunk, is_read, forgotten);
             }

@@ -146,8 +146,8 @@ fn say(command: &CacheCommand, answer: &CacheAnswer) {
         }
         CacheCommand::Evict { size } => {
             println!("{} are free again", bytes(*done));
-            if done < size && cache.held > 0 {
-                println!("{} are pinned, and stay", bytes(cache.held));
+            if done < size {
+                println!("nothing more can be evicted: {} are pinned", bytes(cache.held));
             }
         }
         CacheCommand::Drop { image } => {

@@ -135,6 +135,10 @@ pub(super) fn to_json(
     known: &HashMap<Digest, Known>,
 ) -> Result<serde_json::Value> {
     let mut json = serde_json::to_value(answer)?;
+    // The daemon leaves an empty list out.
+    if json.get("parts").is_none() {
+        json["parts"] = serde_json::Value::Array(Vec::new());
+    }
     let parts = json["parts"].as_array_mut().into_iter().flatten();
     for (part, shown) in answer.parts.iter().zip(parts) {
         if let CachePart::Image(digest) = &part.part

@@ -74,7 +74,8 @@ pub(super) fn let_go(context: &Context, args: &data_args::LetGo) -> Result<ExitC
 /// Lets the mount at `path` go.
 pub(super) fn of_mount(context: &Context, path: &Path) -> Result<LetGone> {
     let failed = || format!("cannot let {} go", path.display());
-    let there = std::fs::canonicalize(path).map_err(|e| Error::io(failed(), e))?;
+    let there = std::fs::canonicalize(path)
+        .map_err(|e| Error::io(format!("{} (`burgeon status` lists the mounts)", failed()), e))?;
     let (client, mount) = mount_of(context, &there, path)?;
     let progress = Progress::new("let-go");
     let update = |done: u64| progress.update(done, Some(mount.data_bytes));

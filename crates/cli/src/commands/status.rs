@@ -226,10 +226,7 @@ fn describe_cache(cache: &CacheStatus) -> String {
     let reason = cache.reason.as_deref().unwrap_or("no reason is known");
     let state = match cache.state.as_str() {
         "writing" => "fetched data is kept".to_owned(),
-        "full" => format!(
-            "FULL, no more fetched data is kept until there is space ({reason}): free space on \
-             its disk, or lower the floor with `burgeon cache resize --keep-free SIZE`"
-        ),
+        "full" => format!("FULL, no more fetched data is kept until there is space: {reason}"),
         _ => format!(
             "STOPPED, no more fetched data is kept ({reason}): check the disk; it is \
              tried again every few minutes"

@@ -26,6 +26,16 @@ pub(super) fn examine(state: &StateDir, is_served: bool) -> Vec<Finding> {
             "data is fetched again and again",
             "free some space on that disk, or leave less of it free",
         ),
+        (None, None) if is_served && !is_there => Finding::bad(
+            Level::Problem,
+            "cache",
+            format!("{} was removed while the daemon uses it", folder.display()),
+            "cached data takes space that no file shows, and is lost when the daemon ends",
+            &format!(
+                "make it (`install -d -m 700 {}`), and run `burgeon upgrade`",
+                folder.display()
+            ),
+        ),
         (None, None) => Finding::fine("cache", format!("in {}", folder.display())),
         (Some(problem), _) => Finding::bad(
             Level::Problem,
@@ -46,4 +56,24 @@ pub(super) fn examine(state: &StateDir, is_served: bool) -> Vec<Finding> {
         )
     }));
     findings
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::{Level, examine};
+    use crate::state::paths::StateDir;
+
+    #[test]
+    fn a_folder_that_was_removed_below_a_daemon_is_a_problem() {
+        let root = tempfile::tempdir().unwrap();
+        let state = StateDir::open(root.path()).unwrap();
+        let _ = fs::remove_dir_all(state.cache());
+        let found = &examine(&state, true)[0];
+        assert_eq!(found.level, Level::Problem);
+        assert!(found.remedy.as_ref().unwrap().contains("install -d -m 700"), "{found:?}");
+        fs::create_dir(state.cache()).unwrap();
+        assert_eq!(examine(&state, true)[0].level, Level::Fine);
+    }
 }

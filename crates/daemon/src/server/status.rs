@@ -88,7 +88,9 @@ fn cache_status(status: burgeon_volume::VolumeStatus, cache: &HostCache) -> Cach
             Some(why) => ("full", Some(why)),
             None => ("writing", None),
         },
-        CacheState::NoSpace { reason } => ("full", Some(reason)),
+        CacheState::NoSpace { reason } => {
+            ("full", Some(format!("{reason}: free some space on its disk")))
+        }
         CacheState::Stopped { reason } => ("stopped", Some(reason)),
     };
     CacheStatus {

@@ -258,6 +258,9 @@ fn usable(state: &StateDir, dir: &Path) -> Result<PathBuf> {
         let why = "its file system is mounted read-only; mount it with -o rw";
         return Err(refused(ErrorKind::LocalIo, &path, why));
     }
+    if path.file_name().is_some_and(|name| name == LOST_AND_FOUND) {
+        return invalid("`fsck` puts files there; take another folder");
+    }
     let is_foreign = |name: &String| name != LOST_AND_FOUND && !is_own_name(name);
     if let Some(name) = names_in(&path).find(is_foreign) {
         let why = format!("it holds other files, such as {name:?}; take an empty folder");
@@ -317,6 +320,8 @@ mod tests {
         mode(0o700);
         fs::remove_dir(dir.join("inner")).unwrap();
         fs::create_dir(dir.join("lost+found")).unwrap();
+        let lost = dir.join("lost+found");
+        assert!(said(&lost).contains("fsck"), "{}", said(&lost));
         fs::write(dir.join("arena-00000001"), b"").unwrap();
         assert_eq!(usable(&state, &dir).unwrap(), fs::canonicalize(&dir).unwrap());
         // The disk of the tests may be nearly full.
