@@ -45,7 +45,7 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	podman=podman buildah=buildah bwrap=bubblewrap systemd-nspawn=systemd-container \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
 	sshd=openssh-server oathtool=oathtool /lib/x86_64-linux-gnu/security/pam_oath.so=libpam-oath \
-	bsdtar=libarchive-tools mandoc=mandoc promtool=prometheus tmux=tmux containerd=containerd $(DEB_NEEDS)
+	xmllint=libxml2-utils bsdtar=libarchive-tools mandoc=mandoc promtool=prometheus tmux=tmux containerd=containerd $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
 # Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.
@@ -162,6 +162,7 @@ install: build
 		dist/burgeon-metrics.service dist/burgeon-snapshotter.service dist/burgeon-disks.service \
 		dist/burgeon-disks.timer dist/burgeon-retry@.timer
 	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/udev/rules.d dist/65-burgeon.rules
+	$(SUDO) install -D dist/ocf/accelerate $(DESTDIR)/usr/lib/ocf/resource.d/burgeon/accelerate
 	$(if $(DESTDIR),,getent group burgeon > /dev/null || $(SUDO) groupadd --system burgeon)
 
 deb:

@@ -107,10 +107,15 @@ impl CacheFolder {
         text.lines().nth(1).is_none_or(|known| known == hex(id))
     }
 
+    /// Makes the folder, for root alone.
+    pub(crate) fn make(&self) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)
+    }
+
     /// Records a new cache.
     pub fn record(&self, cache: &Path, id: [u8; 16]) -> Result<()> {
-        let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
-        DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
+        self.make()?;
         let _ = fs::remove_file(self.distrust());
         let _ = fs::remove_dir_all(self.histograms());
         self.put_device(cache, &hex(id))

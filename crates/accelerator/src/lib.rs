@@ -11,12 +11,14 @@
 //!   lasting   distributions that outlive both processes
 //!   plan      what the supervisor tells the server
 //!   replace   another device under a cache           growth   more of its device
+//!   adopt     a cache that another host has made
 //!   offline   writing back what is not attached
 //!   writing_back   the thread for dirty blocks       dirty    whose they are, in the state directory
 //!   status    all figures                            times    distributions of durations and sizes
 //!   announced the link to a device, and the mark that keeps others off the slow device
 //! ```
 
+pub mod adopt;
 mod announced;
 mod child;
 pub mod control;

@@ -64,7 +64,7 @@ pub(crate) const QUICK: [&str; 57] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 103] = [
+const OTHERS: [&str; 104] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
@@ -131,6 +131,7 @@ const OTHERS: [&str; 103] = [
     "namespace",
     "native",
     "oci_image",
+    "ocf",
     "opener",
     "own_user",
     "package",

@@ -1,5 +1,6 @@
 //! `burgeon accelerate`: a cache on a fast device in front of slow block devices.
 
+mod adopt;
 mod change;
 mod drained;
 mod found;
@@ -91,6 +92,14 @@ pub(crate) enum AccelerateCommand {
         /// With --force: overwrite the device even if it holds blocks that were not written back
         #[arg(long)]
         accept_loss: bool,
+    },
+    /// Take over a cache that another host has made, with its dirty blocks; nothing is overwritten
+    Adopt {
+        /// The cache's name on this host
+        cache_name: String,
+        /// The block device or file that has it
+        #[arg(long, value_name = "DEVICE|FILE")]
+        cache: PathBuf,
     },
     /// Put a cache in front of a slow device, and print the device to use instead
     Attach {
@@ -199,6 +208,9 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
     match command {
         AccelerateCommand::Create { cache_name, on, accept_loss } => {
             create(context, &cache_name, &on, accept_loss)
+        }
+        AccelerateCommand::Adopt { cache_name, cache } => {
+            adopt::adopt(context, &cache_name, &cache)
         }
         AccelerateCommand::Attach {
             cache_name,

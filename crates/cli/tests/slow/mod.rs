@@ -74,6 +74,15 @@ pub(crate) fn server_of(burgeon: &Burgeon) -> Option<u32> {
     status(burgeon)["caches"][0]["pid"].as_u64().map(|pid| pid as u32)
 }
 
+/// Kills supervisor and server of the first cache, as the death of their machine does.
+pub(crate) fn kill_all(burgeon: &Burgeon) {
+    let server = server_of(burgeon).unwrap();
+    // Stopped first, so that the server is not without its supervisor for a moment.
+    run(Command::new("kill").args(["-STOP", &server.to_string()]));
+    let supervisor = processes_with(&burgeon.state().join("accelerate"));
+    supervisor.into_iter().chain([server]).for_each(kill);
+}
+
 pub(crate) fn counter(burgeon: &Burgeon, name: &str) -> u64 {
     status(burgeon)["caches"][0]["devices"][0]["counters"][name].as_u64().unwrap()
 }
