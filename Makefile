@@ -6,7 +6,8 @@
 #              disks and failing sources (SOAK='--minutes 5 --seed 1'), and twenty mounts into each of which
 #              4 GiB are written as quickly as they go (ROUNDS=20); then a minute of reads from a cache on
 #              each small file system, whose server is killed, and one more beside a filler of that disk;
-#              and file systems on accelerated devices, verified through as many deaths and power cuts
+#              and file systems on accelerated devices, verified through as many deaths and power cuts; then an accelerated
+#              image of a Ceph
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -56,6 +57,9 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 	ctr-remote=stargz-snapshotter /usr/bin/go=golang-go \
 	$(GO_LIBRARIES)/stargz-snapshotter=golang-github-containerd-stargz-snapshotter-dev
 
+CEPH_NEEDS := ceph-mon=ceph-mon ceph-osd=ceph-osd rbd=ceph-common qemu-storage-daemon=qemu-system-common \
+	/usr/lib/x86_64-linux-gnu/qemu/block-rbd.so=qemu-block-extra
+
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
@@ -89,6 +93,8 @@ soak: check-arm64 try-tarball
 	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache -- \
 		is_never_filled_beyond_the_floor
 	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache_filler
+	dev/need $(CEPH_NEEDS)
+	$(SUDO) $(CARGO) test --release --locked --package burgeon --test rbd
 
 bench: build
 	dev/need $(BENCH_NEEDS)

@@ -64,7 +64,7 @@ pub(crate) const QUICK: [&str; 57] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 104] = [
+const OTHERS: [&str; 105] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
@@ -141,6 +141,7 @@ const OTHERS: [&str; 104] = [
     "pressure",
     "profile",
     "push",
+    "rbd",
     "reboot",
     "rebuilt",
     "remote",
