@@ -7,7 +7,7 @@
 #              4 GiB are written as quickly as they go (ROUNDS=20); then a minute of reads from a cache on
 #              each small file system, whose server is killed, and one more beside a filler of that disk;
 #              and file systems on accelerated devices, verified through as many deaths and power cuts; then an accelerated
-#              image of a Ceph
+#              image of a Ceph, and its fail-over between two machines with Pacemaker
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
@@ -93,8 +93,10 @@ soak: check-arm64 try-tarball
 	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache -- \
 		is_never_filled_beyond_the_floor
 	$(SUDO) CACHE_SECONDS=60 $(CARGO) test --release --locked --package burgeon --test cache_filler
-	dev/need $(CEPH_NEEDS)
+	dev/need $(CEPH_NEEDS) $(LAB_NEEDS)
 	$(SUDO) $(CARGO) test --release --locked --package burgeon --test rbd
+	$(CARGO) build --release --locked --package burgeon
+	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- fail-over --burgeon $(TARGET)/release/burgeon
 
 bench: build
 	dev/need $(BENCH_NEEDS)

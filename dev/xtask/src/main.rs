@@ -9,6 +9,7 @@ mod built;
 mod cargo;
 mod check;
 mod circles;
+mod fail_over;
 mod files;
 mod fuzz;
 mod lab;
@@ -46,6 +47,8 @@ enum Command {
     Torment(torment::Options),
     /// Build the program of an earlier commit, and take its mounts over with this one.
     UpgradeFrom(upgrade_from::Options),
+    /// Move an accelerated RBD image between two guests of a cluster, and kill the one that writes.
+    FailOver(fail_over::Options),
     /// Run format, lints, unit, property and simulation tests; ends with `N passed, N failed`.
     Check,
     /// Run the tests on older kernels that take too long for `test`.
@@ -62,6 +65,7 @@ fn main() -> anyhow::Result<()> {
         Command::Proofs(options) => proofs::run(&root(), &options),
         Command::Torment(options) => torment::run(&root(), &options),
         Command::UpgradeFrom(options) => upgrade_from::run(&root(), &options),
+        Command::FailOver(options) => fail_over::run(&root(), &options),
         Command::Check => check::run_quick(&root()),
         Command::Kernels => check::run_kernels(&root()),
         Command::Test(options) => check::run(&root(), &options),
