@@ -83,8 +83,8 @@ test:
 	$(CARGO) run --quiet --locked --package xtask -- test $(addprefix --minutes ,$(MINUTES))
 
 soak: check-arm64 try-tarball
-	dev/need $(TEST_NEEDS)
-	$(CARGO) run --quiet --locked --package xtask -- kernels
+	dev/need $(TEST_NEEDS) dmsetup=dmsetup
+	CUTS=$(or $(CUTS),34) $(CARGO) run --quiet --locked --package xtask -- kernels
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- upgrade-from
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \

@@ -107,10 +107,10 @@ const LISTS: [List; 6] = [
 ];
 
 /// Tests that `cargo xtask kernels`, a part of `make soak`, runs as well: those which the host
-/// runs, too, over FUSE and on its own kernel. Tests of the command make sure that they mount over
-/// ublk, or over FUSE. Left out are those that need the room or the programs of this machine, and
-/// those that depend on no kernel and no transport.
-const LONG_LISTS: [List; 4] = [
+/// runs, too, over FUSE and on its own kernel; and power cuts, which take long. Tests of the
+/// command make sure that they mount over ublk, or over FUSE. Left out are those that need the room
+/// or the programs of this machine, and those that depend on no kernel and no transport.
+const LONG_LISTS: [List; 5] = [
     List {
         name: "writes and refusals over ublk, on Linux 6.12",
         programs: &[
@@ -138,6 +138,11 @@ const LONG_LISTS: [List; 4] = [
     List {
         name: "commands over ublk, on Linux 6.12",
         programs: &[("burgeon", "lifecycle"), ("burgeon", "kill_calls"), ("burgeon", "pressure")],
+        ..LIST
+    },
+    List {
+        name: "power cuts below an accelerated device, on Linux 6.12",
+        programs: &[("burgeon", "power_cuts")],
         ..LIST
     },
     List {
@@ -243,7 +248,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
         [ $s = 0 ] || ! dmesg | grep -E "$FAULTS" || s=86
         exit $s"#;
     // The folder of tests is the guest's own, in its memory, unless memory is short.
-    command.env("LAB_PASS", "BURGEON_TEST_DIR FAULTS").env_remove("BURGEON_TEST_DIR");
+    command.env("LAB_PASS", "BURGEON_TEST_DIR FAULTS CUTS").env_remove("BURGEON_TEST_DIR");
     command.env("FAULTS", FAULTS);
     if list.programs.contains(&LOW_MEMORY) {
         // A path with spaces, which the kernel's command line would take apart.
