@@ -136,6 +136,11 @@ fn accepts(form: &str) {
     assert!(wait_until(PATIENCE, || !loops()), "{:?}", loop_devices());
     let writes = burgeon.ok(&["--json", "writes", "list"]);
     assert!(writes.contains("\"writes\":[]") || writes.contains("\"writes\": []"), "{writes}");
+    // The differences that were made stay for their client as long as their leases.
+    let leases = pods.node.ctr(&["leases", "ls", "-q"]).unwrap();
+    let ours: Vec<_> = leases.lines().filter(|lease| lease.starts_with("burgeon-diff-")).collect();
+    assert_eq!(ours.len(), 1, "{leases}");
+    pods.node.ctr(&["leases", "rm", "--sync", ours[0]]).unwrap();
     let content = pods.node.ctr(&["content", "ls", "-q"]).unwrap();
     assert_eq!(content, "", "containerd keeps blobs");
 }

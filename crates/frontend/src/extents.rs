@@ -14,6 +14,11 @@ const LAST: u32 = 0x1;
 /// Nowhere yet, somewhere else, compressed, or in the metadata: UNKNOWN, DELALLOC, ENCODED, INLINE.
 const NOT_ADDRESSED: u32 = 0x2 | 0x4 | 0x8 | 0x200;
 
+/// Reserved, and all zeros when read.
+const UNWRITTEN: u32 = 0x800;
+/// FIEMAP_FLAG_SYNC.
+const FLAG_SYNC: u32 = 0x1;
+
 /// `struct fiemap_extent`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -38,15 +43,42 @@ struct Request {
     extents: [Extent; BATCH],
 }
 
+/// Where the data of a file lies: the place in the file, the address, and the length of each
+/// extent.
+pub type Places = Vec<(u64, u64, u64)>;
+
+/// The places of all data of `file`, written first if it was not; `None` if some of it has no
+/// address of its own.
+pub fn places(file: &File) -> Result<Option<Places>> {
+    let mut places = Vec::new();
+    let mut is_whole = true;
+    all(file, FLAG_SYNC, |extent| {
+        // An extent that is written but counts as zeros says nothing about the data behind it.
+        is_whole &= extent.flags & (NOT_ADDRESSED | UNWRITTEN) == 0;
+        places.push((extent.logical, extent.physical, extent.length));
+    })?;
+    Ok(is_whole.then_some(places))
+}
+
 /// The addresses of the bytes of `file`, as far as they have any, in the order of the file.
 pub fn addresses(file: &File) -> Result<Vec<ByteRange>> {
     let mut found = Vec::new();
+    all(file, 0, |extent| {
+        if extent.flags & NOT_ADDRESSED == 0 {
+            found.extend(ByteRange::at(extent.physical, extent.length));
+        }
+    })?;
+    Ok(found)
+}
+
+/// Calls `each` for every extent, in the order of the file.
+fn all(file: &File, flags: u32, mut each: impl FnMut(&Extent)) -> Result<()> {
     let mut start = 0;
     loop {
         let mut request = Request {
             start,
             length: u64::MAX - start,
-            flags: 0,
+            flags,
             mapped: 0,
             count: BATCH as u32,
             reserved: 0,
@@ -56,14 +88,12 @@ pub fn addresses(file: &File) -> Result<Vec<ByteRange>> {
         unsafe { ioctl_struct(file, FS_IOC_FIEMAP, &mut request) }
             .map_err(|e| failed("cannot list the extents of a file", e))?;
         let extents = &request.extents[..(request.mapped as usize).min(BATCH)];
-        for extent in extents.iter().filter(|extent| extent.flags & NOT_ADDRESSED == 0) {
-            found.extend(ByteRange::at(extent.physical, extent.length));
-        }
+        extents.iter().for_each(&mut each);
         match extents.last() {
             Some(last) if last.flags & LAST == 0 && last.length > 0 => {
                 start = last.logical.saturating_add(last.length);
             }
-            _ => return Ok(found),
+            _ => return Ok(()),
         }
     }
 }

@@ -72,6 +72,18 @@ impl Chains {
         (!refused.is_empty()).then(|| (refused.swap_remove(0), is_all))
     }
 
+    /// True if both mounts are of one seed: their files have the same inodes and extents until they
+    /// are changed.
+    pub(crate) fn has_same_seed(&self, one: &Path, other: &Path) -> Result<bool> {
+        let (one, other) = (self.layers.image_at(one)?, self.layers.image_at(other)?);
+        Ok(one.is_some() && one == other)
+    }
+
+    /// True if two files of mounts of one seed have the same data for certain.
+    pub(crate) fn have_same_extents(&self, one: &File, other: &File) -> bool {
+        self.layers.have_same_extents(one, other)
+    }
+
     /// Unmounts the chain of snapshot `id`.
     pub(crate) fn unmount_one(&self, id: u64) -> Result<()> {
         let name = id.to_string();

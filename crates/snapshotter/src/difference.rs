@@ -18,25 +18,24 @@ use std::{
     ffi::{CStr, CString},
     fs::File,
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
 };
 
 use rustix::{
     fs::{
-        AtFlags, CWD, Dir, FileType, Gid, Mode, OFlags, ResolveFlags, SeekFrom, Stat, Timespec,
-        Timestamps, Uid, XattrFlags, chmodat, chownat, ftruncate, lgetxattr, linkat, llistxattr,
-        lsetxattr, mkdirat, mknodat, openat, openat2, readlinkat, seek, statat, symlinkat,
-        utimensat,
+        AtFlags, CWD, FileType, Gid, Mode, OFlags, SeekFrom, Stat, Timespec, Timestamps, Uid,
+        XattrFlags, chmodat, chownat, ftruncate, lgetxattr, linkat, llistxattr, lsetxattr, mkdirat,
+        mknodat, openat, readlinkat, seek, symlinkat, utimensat,
     },
     io::Errno,
 };
 
-/// Folders in one another: images have at most 2047.
-const DEPTH_MAX: usize = 2048;
-/// The longest list of names, and the longest value, of extended attributes: Linux has no longer
-/// ones.
-const XATTR_MAX: usize = 64 << 10;
+use crate::tree::{
+    DEPTH_MAX, FOLDER, XATTR_MAX, is_untouched, is_whiteout, kind, names, open_file, open_folder,
+    path_of, stat,
+};
+
 /// Attributes of overlayfs itself, which an entry of a container must not have.
 const OVERLAY: &[u8] = b"trusted.overlay.";
 /// Properties of files on btrfs, which no other file system takes.
@@ -66,9 +65,6 @@ pub(crate) fn write(changed: &Path, before: &Path, to: &Path) -> io::Result<()> 
     };
     Difference { levels: vec![root], links: HashMap::new() }.write()
 }
-
-const FOLDER: OFlags =
-    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 struct Difference {
     levels: Vec<Level>,
@@ -201,55 +197,9 @@ impl Difference {
     }
 }
 
-fn is_whiteout(stat: &Stat) -> bool {
-    kind(stat) == FileType::CharacterDevice && stat.st_rdev == 0
-}
-
-fn kind(stat: &Stat) -> FileType {
-    FileType::from_raw_mode(stat.st_mode)
-}
-
-/// Nobody has touched the entry: a change of anything sets the time of the change.
-fn is_untouched(now: &Stat, before: &Stat) -> bool {
-    let of = |it: &Stat| {
-        let times = (it.st_mtime, it.st_mtime_nsec, it.st_ctime, it.st_ctime_nsec);
-        (it.st_ino, it.st_size, it.st_mode, it.st_uid, it.st_gid, it.st_rdev, times)
-    };
-    of(now) == of(before)
-}
-
-fn stat(folder: &OwnedFd, name: &CStr) -> io::Result<Option<Stat>> {
-    match statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Err(Errno::NOENT) => Ok(None),
-        other => Ok(Some(other?)),
-    }
-}
-
-fn names(folder: &OwnedFd) -> io::Result<Vec<CString>> {
-    let mut names = Vec::new();
-    for entry in Dir::read_from(folder)? {
-        let name = entry?.file_name().to_owned();
-        if !matches!(name.to_bytes(), b"." | b"..") {
-            names.push(name);
-        }
-    }
-    Ok(names)
-}
-
-const RESOLVE: ResolveFlags =
-    ResolveFlags::NO_XDEV.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::BENEATH);
-
-fn open_folder(parent: &OwnedFd, name: &CStr) -> rustix::io::Result<OwnedFd> {
-    openat2(parent, name, FOLDER, Mode::empty(), RESOLVE)
-}
-
 /// Copies the data of a file; holes stay holes.
 fn copy_file(from: &OwnedFd, to: &OwnedFd, name: &CStr) -> io::Result<()> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let from = File::from(openat2(from, name, flags, Mode::empty(), RESOLVE)?);
-    if !from.metadata()?.is_file() {
-        return Err(io::Error::other("a file was replaced while it was copied"));
-    }
+    let from = open_file(from, name)?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let to = File::from(openat(to, name, flags, Mode::RUSR | Mode::WUSR)?);
     let len = from.metadata()?.len();
@@ -283,12 +233,7 @@ fn copy_attributes(
         // After the owner, whose change takes set-user-ID away.
         chmodat(to, new, Mode::from_raw_mode(stat.st_mode), AtFlags::empty())?;
     }
-    // There are no calls for these that take a descriptor of the folder.
-    let path = |fd: BorrowedFd<'_>, name: &CStr| {
-        let begin = format!("/proc/self/fd/{}/", fd.as_raw_fd()).into_bytes();
-        CString::new([&begin[..], name.to_bytes()].concat())
-    };
-    let (source, target) = (path(from, name)?, path(to, new)?);
+    let (source, target) = (path_of(from, name)?, path_of(to, new)?);
     let mut list = vec![0; XATTR_MAX];
     let len = match llistxattr(&*source, &mut list[..]) {
         Err(Errno::OPNOTSUPP) => 0,

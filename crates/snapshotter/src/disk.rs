@@ -119,6 +119,11 @@ impl Disk {
         Ok((disk, loaded))
     }
 
+    /// The root itself.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// The place of a snapshot's folders.
     pub(crate) fn folder(&self, id: u64) -> PathBuf {
         self.root.join(SNAPSHOTS).join(id.to_string())

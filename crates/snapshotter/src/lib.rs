@@ -8,20 +8,28 @@
 //!                                                            ├─► native    containers with own mounts
 //!                                                            ├─► indexes   of images, in the background
 //!                                                            └─► remote    `Layers`: who mounts them
+//!                    differ ─► trees ─► changes ─► layer, tar      differences for containerd
+//!                       └────► content                             its content store
 //! ```
 //!
 //! `model`, `filter`, `overlay` and `record` are pure. The process mounts nothing itself for local
 //! snapshots: containerd does, from the answers.
 
 pub mod api;
+mod before;
 mod chains;
+mod changes;
 pub mod containers;
+mod content;
+pub mod content_api;
+mod differ;
 mod difference;
 mod disk;
 pub mod filter;
 mod image_index;
 mod indexes;
 mod keys;
+mod layer;
 pub mod model;
 mod native;
 mod overlay;
@@ -30,6 +38,9 @@ pub mod remote;
 mod server;
 mod service;
 mod snapshotter;
+mod tar;
+mod tree;
+mod trees;
 mod walk;
 
 pub use containers::{Containers, matches, repository};

@@ -7,6 +7,7 @@
 
 use std::{
     fmt::Debug,
+    fs::File,
     path::Path,
     sync::{
         Arc,
@@ -81,6 +82,11 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn mount_native(&self, source: &str, at: &Path, id: u64) -> Result<()>;
     /// Removes the kept writes of snapshot `id`, if there are any.
     fn remove_writes(&self, id: u64) -> Result<()>;
+    /// The digest of the image that is mounted there, if one is.
+    fn image_at(&self, at: &Path) -> Result<Option<String>>;
+    /// True if all data of both files lies at the same place of one device; false if that is not
+    /// known.
+    fn have_same_extents(&self, one: &File, other: &File) -> bool;
     /// Has the mounted chains served again if nothing serves them.
     fn serve(&self) -> Result<()>;
     /// Unmounts a chain, without waiting for its users.

@@ -15,14 +15,14 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use hyper::{server::conn::http2, service::service_fn};
+use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::Semaphore,
 };
 
-use crate::{service::Service, snapshotter::Snapshotter};
+use crate::{content_api::DIFF, differ::Differ, service::Service, snapshotter::Snapshotter};
 
 /// Most connections: containerd has one or two.
 const CONNECTIONS_MAX: usize = 64;
@@ -85,16 +85,16 @@ pub fn serve(snapshotter: Arc<Snapshotter>, socket: Socket) -> Result<()> {
     runtime.block_on(async move {
         let listener = UnixListener::from_std(socket.listener)
             .map_err(failed("cannot listen at the socket"))?;
-        let service = Service::new(snapshotter);
+        let services = (Service::new(Arc::clone(&snapshotter)), Differ::new(snapshotter));
         let connections = Arc::new(Semaphore::new(CONNECTIONS_MAX));
         loop {
             let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return Ok(()) };
             match listener.accept().await {
                 Ok((stream, _)) => {
-                    let service = service.clone();
+                    let services = services.clone();
                     tokio::spawn(async move {
                         let _permit = permit;
-                        serve_one(stream, service).await;
+                        serve_one(stream, services).await;
                     });
                 }
                 Err(error) => {
@@ -106,16 +106,24 @@ pub fn serve(snapshotter: Arc<Snapshotter>, socket: Socket) -> Result<()> {
     })
 }
 
-async fn serve_one(stream: UnixStream, service: Service) {
+async fn serve_one(stream: UnixStream, (snapshots, differ): (Service, Differ)) {
     let own = rustix::process::geteuid().as_raw();
-    match stream.peer_cred() {
-        Ok(peer) if peer.uid() == 0 || peer.uid() == own => {}
+    let asker = match stream.peer_cred() {
+        Ok(peer) if peer.uid() == 0 || peer.uid() == own => peer.pid(),
         Ok(peer) => {
             return tracing::warn!(uid = peer.uid(), "refused a connection of another user");
         }
         Err(error) => return tracing::warn!(%error, "refused a connection of an unknown user"),
-    }
-    let answer = service_fn(move |request| service.clone().answer(request));
+    };
+    let answer = service_fn(move |request: http::Request<Incoming>| {
+        let (snapshots, differ) = (snapshots.clone(), differ.clone());
+        async move {
+            match request.uri().path().starts_with(DIFF) {
+                true => differ.answer(request, asker).await,
+                false => snapshots.answer(request).await,
+            }
+        }
+    });
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .max_concurrent_streams(STREAMS_MAX)

@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The longest message in either direction, in bytes: that of containerd.
-const MESSAGE_MAX: usize = 16 << 20;
+pub(crate) const MESSAGE_MAX: usize = 16 << 20;
 /// Most calls at the same time.
 const CALLS_MAX: usize = 64;
 /// Most of them that may mount a chain, and so wait for a registry.
@@ -184,7 +184,7 @@ impl Service {
 
 /// A function as a service of one method.
 #[derive(Clone)]
-struct Handler<F>(F);
+pub(crate) struct Handler<F>(pub(crate) F);
 
 impl<F, M, A, R> tower_service::Service<Request<M>> for Handler<F>
 where
@@ -244,7 +244,7 @@ fn info(snapshot: Snapshot) -> api::Info {
 }
 
 /// containerd decides by these codes.
-fn status(failure: &CallError) -> Status {
+pub(crate) fn status(failure: &CallError) -> Status {
     let code = match failure {
         CallError::Refused(Refusal::NotFound(_)) => Code::NotFound,
         CallError::Refused(Refusal::Exists(_)) => Code::AlreadyExists,

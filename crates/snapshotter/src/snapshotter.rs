@@ -10,6 +10,7 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
+    fs::File,
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -78,6 +79,8 @@ pub struct Snapshotter {
     /// `None`: all layers are local.
     pub(crate) chains: Option<Chains>,
     pub(crate) containers: Containers,
+    /// The socket of the containerd whose content store gets differences.
+    pub(crate) containerd: Option<PathBuf>,
     /// Chains whose refusal is in the log.
     refused: Mutex<HashSet<u64>>,
 }
@@ -119,8 +122,20 @@ impl Snapshotter {
             indexes: Mutex::new(indexes.map(|one| (one.manifest.clone(), one)).collect()),
             chains: None,
             containers: Containers::default(),
+            containerd: None,
             refused: Mutex::default(),
         })
+    }
+
+    /// Writes differences into the content store of the containerd at this socket.
+    pub fn with_containerd(mut self, socket: PathBuf) -> Self {
+        self.containerd = Some(socket);
+        self
+    }
+
+    /// True if two files have the same data because it lies at the same place.
+    pub(crate) fn have_same_extents(&self, one: &File, other: &File) -> bool {
+        self.chains.as_ref().is_some_and(|chains| chains.have_same_extents(one, other))
     }
 
     /// Has layers mounted by `layers` where it can.

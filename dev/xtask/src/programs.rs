@@ -91,6 +91,7 @@ const OTHERS: [&str; 106] = [
     "deb",
     "demo",
     "density",
+    "differ",
     "disks",
     "empty_chroot",
     "examples",

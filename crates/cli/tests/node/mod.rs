@@ -131,20 +131,21 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 
     /// Runs `ctr`; its output, or what it said.
     pub fn ctr(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = self
-            .program("ctr")
-            .env("CONTAINERD_NAMESPACE", &self.namespace)
-            .arg("--address")
-            .arg(self.space.path("c.sock"))
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .unwrap();
+        let output = self.ctr_command(arguments).output().unwrap();
         let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         match output.status.success() {
             true => Ok(said(&output.stdout)),
             false => Err(said(&output.stderr)),
         }
+    }
+
+    /// The command `ctr`.
+    pub fn ctr_command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.program("ctr");
+        command.env("CONTAINERD_NAMESPACE", &self.namespace);
+        command.arg("--address").arg(self.space.path("c.sock")).args(arguments);
+        command.stdin(Stdio::null());
+        command
     }
 
     pub fn run(&self, snapshotter: &str, name: &str, script: &str) -> String {
@@ -176,15 +177,12 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
     /// The changes of a stopped container: a line an entry, without its time, and all data.
     pub fn diff(&self, snapshotter: &str, name: &str) -> (Vec<String>, String) {
         let archive = self.space.path("diff.tar.gz");
-        let mut diff = self.program("ctr");
-        diff.env("CONTAINERD_NAMESPACE", &self.namespace);
-        diff.arg("--address").arg(self.space.path("c.sock"));
-        diff.args(["snapshots", "--snapshotter", snapshotter, "diff", name]);
+        let mut diff = self.ctr_command(&["snapshots", "--snapshotter", snapshotter, "diff", name]);
         assert!(diff.stdout(File::create(&archive).unwrap()).status().unwrap().success());
         let tar = |options: &[&str]| {
             let output = Command::new("tar").args(options).arg(&archive).output().unwrap();
             assert!(output.status.success(), "{output:?}");
-            String::from_utf8(output.stdout).unwrap()
+            String::from_utf8_lossy(&output.stdout).into_owned()
         };
         let entries = tar(&["--numeric-owner", "-tvzf"]);
         let mut entries: Vec<_> = entries
@@ -276,6 +274,9 @@ pub fn serve(space: &Space, options: &[&str]) -> Running {
     }
     command.args(["snapshotter", "--root"]).arg(space.path("root"));
     command.arg("--socket").arg(space.path("s.sock"));
+    if !options.contains(&"--containerd") {
+        command.arg("--containerd").arg(space.path("c.sock"));
+    }
     command.args(options);
     let running = start(command.stderr(File::create(space.path("s.log")).unwrap()));
     let connects = || std::os::unix::net::UnixStream::connect(space.path("s.sock")).is_ok();

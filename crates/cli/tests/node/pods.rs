@@ -17,7 +17,7 @@ use testkit::{
 use super::{Node, PROGRAM, serve};
 
 /// The packages of containerd 2.x, and the command that speaks CRI.
-const PACKAGES: [&str; 4] = [
+pub const PACKAGES: [&str; 4] = [
     "github.com/containerd/containerd/v2/cmd/containerd",
     "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
     "github.com/containerd/containerd/v2/cmd/ctr",

@@ -4,6 +4,7 @@
 
 use std::{
     collections::BTreeSet,
+    fs::File,
     path::Path,
     sync::{
         Mutex,
@@ -121,6 +122,14 @@ impl Layers for Fake {
             self.removed.lock().unwrap().push(id);
             Ok(())
         })
+    }
+
+    fn image_at(&self, _: &Path) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    fn have_same_extents(&self, _: &File, _: &File) -> bool {
+        false
     }
 
     fn serve(&self) -> Result<()> {

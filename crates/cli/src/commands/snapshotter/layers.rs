@@ -24,7 +24,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_daemon::{Client, writes};
+use burgeon_daemon::{Client, extents, writes};
 use burgeon_oci::{DiffIdCheck, OciImage, Source};
 use burgeon_snapshotter::{
     IndexMade, IndexPolicy, matches,
@@ -259,6 +259,19 @@ impl Layers for OwnLayers {
                 removed => removed,
             },
         }
+    }
+
+    fn image_at(&self, at: &Path) -> Result<Option<String>> {
+        let Some((_, status)) = Client::connect_and_ask(&self.context.state)? else {
+            return Ok(None);
+        };
+        let found = status.mounts.iter().find(|mount| mount.target == at);
+        Ok(found.map(|mount| mount.digest.0.to_string()))
+    }
+
+    fn have_same_extents(&self, one: &File, other: &File) -> bool {
+        let all = |file| extents::places(file).ok().flatten();
+        all(one).is_some_and(|places| Some(places) == all(other))
     }
 
     fn serve(&self) -> Result<()> {

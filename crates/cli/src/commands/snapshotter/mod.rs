@@ -76,6 +76,15 @@ pub(crate) struct Snapshots {
     /// Limit of the writes of each native container [default: that of burgeon mount]
     #[arg(long, value_name = "SIZE", value_parser = crate::quantities::parse_size, global = true)]
     write_limit: Option<u64>,
+    /// Socket of the containerd whose content store gets the changes of containers, as images are
+    /// committed
+    #[arg(
+        long,
+        value_name = "PATH",
+        global = true,
+        default_value = "/run/containerd/containerd.sock"
+    )]
+    containerd: PathBuf,
     /// containerd's content store, from which indexes of images are made [default:
     /// /var/lib/containerd/io.containerd.content.v1.content]
     #[arg(long, value_name = "DIR", global = true)]
@@ -126,7 +135,7 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
     args.check()?;
     match &args.command {
         Some(SnapshotsCommand::Setup(setup)) => {
-            setup::setup(context, &root, &args.socket, &args.trust, setup)
+            setup::setup(context, &root, (&args.socket, &args.containerd), &args.trust, setup)
         }
         Some(SnapshotsCommand::Status) => status::status(context, &root),
         Some(SnapshotsCommand::Fetch(args)) => fetch::fetch(context, &root, args),
@@ -180,8 +189,11 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
         native: args.native.clone(),
         overlay: args.overlay.clone(),
     };
-    let snapshotter =
-        Arc::new(snapshotter.with_layers(Arc::new(layers)).with_containers(containers));
+    let snapshotter = snapshotter
+        .with_layers(Arc::new(layers))
+        .with_containers(containers)
+        .with_containerd(args.containerd.clone());
+    let snapshotter = Arc::new(snapshotter);
     let socket = Socket::bind(&args.socket)?;
     revive::begin(context.state.clone())?;
     burgeon_daemon::notify_systemd();

@@ -30,6 +30,10 @@ const CONFIG: &str = "etc/containerd/config.toml";
 const UNIT: &str = "etc/systemd/system/burgeon-snapshotter.service.d/trust.conf";
 /// The CRI plugin of containerd 1.x.
 const CRI: &str = "io.containerd.grpc.v1.cri";
+/// The list of containerd's differs, which images are committed by.
+const DIFFERS: &str = "io.containerd.service.v1.diff-service";
+/// Our differ in that list.
+const DIFFER: &str = "burgeon-diff";
 /// The longest `config.toml` that is read.
 const CONFIG_MAX: u64 = 1 << 20;
 
@@ -50,16 +54,18 @@ type Version = (u32, u32);
 pub(super) fn setup(
     context: &Context,
     root: &Path,
-    socket: &Path,
+    (socket, containerd): (&Path, &Path),
     trust: &[String],
     args: &Setup,
 ) -> Result<ExitCode> {
     let state = &context.state;
     let version = installed()?;
     let cri = if version.0 == 1 { own_cri(&args.prefix) } else { None };
+    let differs = own_differs(&args.prefix);
+    let own = Own { cri: cri.is_some(), differs: differs.is_some() };
     let mut files = vec![
-        (args.prefix.join(DROP_IN), drop_in(version, root, socket, cri.is_none())?),
-        (args.prefix.join(UNIT), unit(state.root(), root, socket, trust)?),
+        (args.prefix.join(DROP_IN), drop_in(version, root, socket, own)?),
+        (args.prefix.join(UNIT), unit(state.root(), root, (socket, containerd), trust)?),
     ];
     if let Some(text) = floor::file(state, &context.config.cache, &args.prefix)? {
         files.push((args.prefix.join(floor::FILE), text));
@@ -70,6 +76,13 @@ pub(super) fn setup(
             "{} configures {CRI:?}, which an imported file would replace as a whole: add there, \
              below [plugins.{CRI:?}.containerd], the lines: snapshotter = \"burgeon\"; \
              disable_snapshot_annotations = false",
+            args.prefix.join(CONFIG).display()
+        ));
+    }
+    if differs == Some(false) && has_differs(version) {
+        problems.push(format!(
+            "{} configures {DIFFERS:?}, which an imported file would replace as a whole: put \
+             {DIFFER:?} at the head of its list `default`",
             args.prefix.join(CONFIG).display()
         ));
     }
@@ -138,23 +151,55 @@ fn plain(path: &Path) -> Result<&str> {
 /// True if `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI
 /// at all. containerd 1.x merges no section of a plugin with an imported one.
 fn own_cri(prefix: &Path) -> Option<bool> {
+    own_section(prefix, CRI, |cri| {
+        let containerd = cri.get("containerd").and_then(|it| it.get_ref().as_table());
+        containerd.is_some_and(|containerd| {
+            let get = |key: &str| containerd.get(key).map(|value| value.get_ref());
+            get("snapshotter").and_then(|value| value.as_str()) == Some("burgeon")
+                && get("disable_snapshot_annotations").and_then(|value| value.as_bool())
+                    == Some(false)
+        })
+    })
+}
+
+/// True if the list of differs in `config.toml` begins with ours; `None` if it has no such list.
+fn own_differs(prefix: &Path) -> Option<bool> {
+    own_section(prefix, DIFFERS, |section| {
+        let list = section.get("default").and_then(|list| list.get_ref().as_array());
+        list.and_then(|list| list.first()?.get_ref().as_str()) == Some(DIFFER)
+    })
+}
+
+/// The judgement about the section of a plugin in `config.toml`, if it has one.
+fn own_section(
+    prefix: &Path,
+    plugin: &str,
+    judge: impl Fn(&toml::de::DeTable<'_>) -> bool,
+) -> Option<bool> {
     let config = prefix.join(CONFIG);
     if fs::metadata(&config).ok()?.len() > CONFIG_MAX {
         return None;
     }
     let text = fs::read_to_string(&config).ok()?;
     let table = toml::de::DeTable::parse(&text).ok()?;
-    let cri = table.get_ref().get("plugins")?.get_ref().as_table()?.get(CRI)?.get_ref();
-    let containerd = cri.as_table().and_then(|cri| cri.get("containerd")?.get_ref().as_table());
-    Some(containerd.is_some_and(|containerd| {
-        let get = |key: &str| containerd.get(key).map(|value| value.get_ref());
-        get("snapshotter").and_then(|value| value.as_str()) == Some("burgeon")
-            && get("disable_snapshot_annotations").and_then(|value| value.as_bool()) == Some(false)
-    }))
+    let section = table.get_ref().get("plugins")?.get_ref().as_table()?.get(plugin)?.get_ref();
+    Some(section.as_table().is_some_and(judge))
 }
 
-/// The file that containerd imports; with the settings of CRI if `with_cri`.
-fn drop_in(version: Version, root: &Path, socket: &Path, with_cri: bool) -> Result<String> {
+/// containerd 1.6 knows no differs over a socket.
+fn has_differs(version: Version) -> bool {
+    version >= (1, 7)
+}
+
+/// Sections that `config.toml` has itself, and that an imported file would replace as a whole.
+#[derive(Clone, Copy, Default)]
+struct Own {
+    cri: bool,
+    differs: bool,
+}
+
+/// The file that containerd imports, without sections that `config.toml` has itself.
+fn drop_in(version: Version, root: &Path, socket: &Path, own: Own) -> Result<String> {
     let (root, socket) = (plain(root)?, plain(socket)?);
     let format = if version.0 >= 2 { 3 } else { 2 };
     let mut text = format!(
@@ -170,7 +215,8 @@ fn drop_in(version: Version, root: &Path, socket: &Path, with_cri: bool) -> Resu
     if version >= (2, 1) {
         text += "    enable_remote_snapshot_annotations = \"true\"\n";
     }
-    if with_cri {
+    text += &differs(version, socket, own);
+    if !own.cri {
         let images = match version.0 {
             1 => format!("{CRI:?}.containerd"),
             _ => "\"io.containerd.cri.v1.images\"".to_owned(),
@@ -182,24 +228,46 @@ fn drop_in(version: Version, root: &Path, socket: &Path, with_cri: bool) -> Resu
         }
     }
     if version >= (2, 1) {
-        // The list replaces containerd's own, which has only its default snapshotter.
+        // The list replaces containerd's own, which has only its default snapshotter. Without a
+        // named differ, ours would be one of several that may apply layers, which it cannot.
         for snapshotter in ["overlayfs", "burgeon"] {
             text += &format!(
                 "[[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\n  \
-                 platform = \"linux\"\n  snapshotter = \"{snapshotter}\"\n"
+                 platform = \"linux\"\n  snapshotter = \"{snapshotter}\"\n  differ = \"walking\"\n"
             );
         }
     }
     Ok(text)
 }
 
+/// The settings of differs. The list of containerd replaces its own, which has `walking` alone.
+fn differs(version: Version, socket: &str, own: Own) -> String {
+    if !has_differs(version) {
+        let why = "# This containerd has no differs over a socket: its own one reads all of an image \
+                   to commit a container.\n";
+        return why.to_owned();
+    }
+    let mut text =
+        format!("[proxy_plugins.{DIFFER}]\n  type = \"diff\"\n  address = \"{socket}\"\n");
+    if !own.differs {
+        text += &format!("[plugins.{DIFFERS:?}]\n  default = [{DIFFER:?}, \"walking\"]\n");
+    }
+    text
+}
+
 /// The drop-in of our unit: its command with the trusted repositories.
-fn unit(state: &Path, root: &Path, socket: &Path, trust: &[String]) -> Result<String> {
+fn unit(
+    state: &Path,
+    root: &Path,
+    (socket, containerd): (&Path, &Path),
+    trust: &[String],
+) -> Result<String> {
     let program = std::env::current_exe()?;
-    let [program, state, root, socket] = [&*program, state, root, socket].map(plain);
+    let [program, state, root, socket, containerd] =
+        [&*program, state, root, socket, containerd].map(plain);
     let mut command = format!(
-        "{} --state-dir {} snapshotter --root {} --socket {}",
-        program?, state?, root?, socket?
+        "{} --state-dir {} snapshotter --root {} --socket {} --containerd {}",
+        program?, state?, root?, socket?, containerd?
     );
     for pattern in trust {
         check_pattern(pattern).map_err(|why| Usage(format!("--trust: {why}")))?;
@@ -285,7 +353,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 mod tests {
     use std::path::Path;
 
-    use super::{drop_in, unit, version_of};
+    use super::{Own, drop_in, unit, version_of};
 
     #[test]
     fn versions_are_read_as_packages_print_them() {
@@ -302,7 +370,8 @@ mod tests {
 
     #[test]
     fn each_version_gets_the_settings_that_it_knows() {
-        let text = |version| drop_in(version, Path::new("/r"), Path::new("/s"), true).unwrap();
+        let text = |version| drop_in(version, Path::new("/r"), Path::new("/s"), Own::default());
+        let text = |version| text(version).unwrap();
         for (version, annotations, exports, transfer) in [
             ((1, 6), "disable_snapshot_annotations = false", false, false),
             ((1, 7), "disable_snapshot_annotations = false", true, false),
@@ -315,18 +384,23 @@ mod tests {
             assert_eq!(text.contains("exports"), exports, "{text}");
             assert_eq!(text.contains("unpack_config"), transfer, "{text}");
             assert_eq!(text.contains("disable_"), version < (2, 1), "{text}");
+            assert_eq!(text.contains("type = \"diff\""), version > (1, 6), "{text}");
+            let list = "default = [\"burgeon-diff\", \"walking\"]";
+            assert_eq!(text.contains(list), version > (1, 6), "{text}");
         }
     }
 
     #[test]
     fn nothing_with_a_meaning_gets_into_a_file() {
         let (root, socket) = (Path::new("/r"), Path::new("/s"));
-        assert!(drop_in((1, 6), Path::new("/a\"\nb"), socket, true).is_err());
-        assert!(drop_in((1, 6), root, Path::new("relative"), true).is_err());
+        let own = Own::default();
+        assert!(drop_in((1, 6), Path::new("/a\"\nb"), socket, own).is_err());
+        assert!(drop_in((1, 6), root, Path::new("relative"), own).is_err());
         for wrong in ["", "a b", "a\nExecStart=/x", "%h", "a;b", "$x"] {
-            assert!(unit(root, root, socket, &[wrong.to_owned()]).is_err(), "{wrong:?}");
+            assert!(unit(root, root, (socket, socket), &[wrong.to_owned()]).is_err(), "{wrong:?}");
         }
-        let text = unit(root, root, socket, &["r.example:5000/team/*".to_owned()]).unwrap();
+        let text =
+            unit(root, root, (socket, socket), &["r.example:5000/team/*".to_owned()]).unwrap();
         assert!(text.contains("--trust r.example:5000/team/*\n"), "{text}");
     }
 }
