@@ -304,13 +304,15 @@ fn nothing_is_left_of_a_difference_that_fails() {
     diff(&node, &["small"]).unwrap();
     assert_eq!(written(&node), 1);
     // A form of a layer that the kernel alone understands.
-    let mut uppers = (1..20).map(|id| space.path(&format!("root/snapshots/{id}/fs/new")));
-    let upper = uppers.find(|path| path.exists()).unwrap();
-    let metacopy = c"trusted.overlay.metacopy";
-    setxattr(&upper, metacopy, b"", XattrFlags::empty()).unwrap();
+    let snapshots = space.path("root/snapshots").read_dir().unwrap();
+    let mut files = snapshots.map(|entry| entry.unwrap().path().join("fs/new"));
+    let file = files.find(|path| path.exists()).expect("the file of the small container");
+    let folder = file.with_file_name("dev");
+    let opaque = c"trusted.overlay.opaque";
+    setxattr(&folder, opaque, b"x", XattrFlags::empty()).unwrap();
     diff(&node, &["small"]).unwrap();
     assert_eq!(written(&node), 1);
-    rustix::fs::removexattr(&upper, metacopy).unwrap();
+    rustix::fs::removexattr(&folder, opaque).unwrap();
     // Without our content store, or without us, containerd's own differ is used, or the error says
     // what is missing.
     node.serve(&["--containers", "overlay", "--containerd", "/nonexistent/c.sock"]);
