@@ -28,7 +28,7 @@ const PLAIN: &str = "application/vnd.oci.image.layer.v1.tar";
 
 /// Changes that a differ may get wrong, after those of `SCRIPT`. `cp -p` makes a file anew that is
 /// equal to the one of the image, and `chown` touches a large one without changing it.
-const MORE: &str = "cd /more; busybox chown 0:0 large; busybox chmod 4711 program; \
+const MORE: &str = "cd /more; busybox chown 0:0 large only-chowned; busybox chmod 4711 program; \
     busybox cp -p equal /tmp-equal; rm equal; busybox mv /tmp-equal equal; \
     rm typed; mkdir typed; echo x > typed/x; rm -r folder; echo file > folder; \
     mkdir -p deep/$N/$N/$N; echo x > deep/$N/$N/$N/x; echo x > $N$N; echo x > 'ä ö'; \
@@ -52,7 +52,7 @@ fn rich_image(space: &Space) -> OciLayout {
         for folder in ["folder/below", "gone/kept/below", "moved-folder/below", "untouched"] {
             fs::create_dir_all(more.join(folder)).unwrap();
         }
-        for name in ["large", "untouched/large"] {
+        for name in ["large", "untouched/large", "only-chowned"] {
             fs::write(more.join(name), Rng::new(name.len() as u64).bytes(4_000_000)).unwrap();
         }
         for name in [
@@ -161,11 +161,12 @@ fn listed(node: &Node<'_>, archive: &[u8]) -> String {
     String::from_utf8_lossy(&tar.output().unwrap().stdout).into_owned()
 }
 
-/// Bytes of the image that are local.
-fn local(burgeon: &Burgeon) -> u64 {
+/// Bytes of the image that are not local.
+fn absent(burgeon: &Burgeon) -> u64 {
     let status = burgeon.status();
-    let mounts = status["mounts"].as_array().unwrap();
-    mounts.iter().map(|mount| mount["materialised_bytes"].as_u64().unwrap()).max().unwrap()
+    let mounts = status["mounts"].as_array().unwrap().iter();
+    let of = |mount: &serde_json::Value, key: &str| mount[key].as_u64().unwrap();
+    mounts.map(|mount| of(mount, "data_bytes") - of(mount, "materialised_bytes")).min().unwrap()
 }
 
 fn push(space: &Space, registry: &Registry) -> Pushed {
@@ -188,13 +189,13 @@ fn equals_containerds(form: &str) {
     };
     run(&node, "burgeon");
     assert!(node.kinds().contains(&form.to_owned()), "{:?}", node.snapshots());
-    // The mount of its chain is needed for what was there before: it fetches no data.
-    archive(&node, "burgeon", "burgeon", PLAIN);
-    let before = local(&burgeon);
-    let ours = archive(&node, "burgeon", "burgeon", GZIP);
-    assert_eq!(written(&node), 2, "{}", log(&node));
-    assert_eq!(local(&burgeon), before, "a difference fetched data of the image");
-    for media_type in [ZSTD, PLAIN] {
+    // A file with a new name is read. Overlayfs has copied the one whose owner was set, and so
+    // fetched it.
+    let ours = archive(&node, "burgeon", "burgeon", PLAIN);
+    let before = absent(&burgeon);
+    let untouched = if form == "native" { 2 } else { 1 };
+    assert!(before >= untouched * 4_000_000, "a difference fetched data of the image: {before}");
+    for media_type in [GZIP, ZSTD, GZIP] {
         assert!(archive(&node, "burgeon", "burgeon", media_type) == ours, "{media_type}");
     }
     restart(&mut node, THEIRS);
@@ -205,7 +206,7 @@ fn equals_containerds(form: &str) {
         assert_eq!(lines(&ours), lines(&theirs));
     }
     assert!(ours == theirs, "the archives differ in what tar does not show");
-    assert!(local(&burgeon) > before, "containerd's differ reads the image");
+    assert!(absent(&burgeon) < before - 3_000_000, "containerd's differ reads the image");
     assert_eq!(written(&node), 4);
     // The same script on overlayfs, but for the times of new files.
     restart(&mut node, OURS);

@@ -84,8 +84,8 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn remove_writes(&self, id: u64) -> Result<()>;
     /// The digest of the image that is mounted there, if one is.
     fn image_at(&self, at: &Path) -> Result<Option<String>>;
-    /// True if all data of both files lies at the same place of one device; false if that is not
-    /// known.
+    /// True if all data of both files, of two mounts of one image, lies at the same place; false if
+    /// that is not known.
     fn have_same_extents(&self, one: &File, other: &File) -> bool;
     /// Has the mounted chains served again if nothing serves them.
     fn serve(&self) -> Result<()>;

@@ -133,7 +133,7 @@ impl Snapshotter {
         self
     }
 
-    /// True if two files have the same data because it lies at the same place.
+    /// True if two files of mounts of one seed have the same data because it lies at the same place.
     pub(crate) fn have_same_extents(&self, one: &File, other: &File) -> bool {
         self.chains.as_ref().is_some_and(|chains| chains.have_same_extents(one, other))
     }
