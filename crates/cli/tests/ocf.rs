@@ -19,7 +19,7 @@ use agent::{CONFIGURED, GENERIC, INSTALLED, NOT_RUNNING, Resource, SUCCESS, UNIM
 use slow::{
     Ends, MIB, PROGRAM, Slow, counter, file_of, hash_of, is_dirty, kill_all, mount, run, status,
 };
-use testkit::{Burgeon, PATIENCE, Space, wait_until};
+use testkit::{Burgeon, PATIENCE, Space, kill, processes_with, wait_until};
 
 /// Its rules, and that each parameter which the agent reads is described.
 #[test]
@@ -93,6 +93,8 @@ fn each_action_tells_the_state_by_its_exit_code() {
     let is_gone = || resource.act_with("monitor", &[]).0 == NOT_RUNNING;
     assert!(wait_until(PATIENCE, is_gone), "it is taken for running");
     resource.act("start", SUCCESS);
+    // Its server goes on for a while without a supervisor, which alone can detach.
+    processes_with(&burgeon.state().join("accelerate")).into_iter().for_each(kill);
     for _ in 0..2 {
         resource.act("stop", SUCCESS);
     }
