@@ -129,11 +129,12 @@ fn restart(node: &mut Node<'_>, differs: &str) {
 }
 
 /// The archive of a container's changes, unpacked.
-fn archive(node: &Node<'_>, snapshotter: &str, name: &str, media_type: &str) -> Vec<u8> {
+fn archive(node: &Node<'_>, media_type: &str, epoch: Option<&str>) -> Vec<u8> {
     let packed = node.space.path("diff");
-    let mut diff = node.ctr_command(&[]);
-    diff.args(["snapshots", "--snapshotter", snapshotter, "diff", "--media-type", media_type]);
-    diff.arg(name).stdout(fs::File::create(&packed).unwrap());
+    let mut diff = node.ctr_command(&["snapshots", "--snapshotter", "burgeon", "diff"]);
+    diff.args(["--media-type", media_type, "burgeon"]);
+    diff.envs(epoch.map(|epoch| ("SOURCE_DATE_EPOCH", epoch)));
+    diff.stdout(fs::File::create(&packed).unwrap());
     assert!(diff.status().unwrap().success(), "{}", log(node));
     let unpack = |program: &str| Command::new(program).arg("-dc").arg(&packed).output().unwrap();
     match media_type {
@@ -191,30 +192,33 @@ fn equals_containerds(form: &str) {
     assert!(node.kinds().contains(&form.to_owned()), "{:?}", node.snapshots());
     // A file with a new name is read. Overlayfs has copied the one whose owner was set, and so
     // fetched it.
-    let ours = archive(&node, "burgeon", "burgeon", PLAIN);
+    let ours = archive(&node, PLAIN, None);
     let before = absent(&burgeon);
     let untouched = if form == "native" { 2 } else { 1 };
     assert!(before >= untouched * 4_000_000, "a difference fetched data of the image: {before}");
     for media_type in [GZIP, ZSTD, GZIP] {
-        assert!(archive(&node, "burgeon", "burgeon", media_type) == ours, "{media_type}");
+        assert!(archive(&node, media_type, None) == ours, "{media_type}");
     }
+    let bounded = archive(&node, GZIP, Some("1610000000"));
+    assert!(bounded != ours);
     restart(&mut node, THEIRS);
-    let theirs = archive(&node, "burgeon", "burgeon", GZIP);
+    let theirs = archive(&node, GZIP, None);
     if ours != theirs {
         let [ours, theirs] = [&ours, &theirs].map(|archive| listed(&node, archive));
         let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
         assert_eq!(lines(&ours), lines(&theirs));
     }
     assert!(ours == theirs, "the archives differ in what tar does not show");
+    assert!(archive(&node, GZIP, Some("1610000000")) == bounded, "the latest time counts");
     assert!(absent(&burgeon) < before - 3_000_000, "containerd's differ reads the image");
-    assert_eq!(written(&node), 4);
+    assert_eq!(written(&node), 5);
     // The same script on overlayfs, but for the times of new files.
     restart(&mut node, OURS);
     node.ctr(&["images", "pull", "--plain-http", "--snapshotter", "overlayfs", &app.name]).unwrap();
     run(&node, "overlayfs");
     let entries = node.diff("overlayfs", "overlayfs").0;
     assert!(entries.len() > 40, "{entries:?}");
-    assert_eq!(written(&node), 4, "a snapshot of overlayfs is not ours");
+    assert_eq!(written(&node), 5, "a snapshot of overlayfs is not ours");
     // A native container's files keep their names together, and overlayfs takes them apart: the
     // others of a changed or linked file come along.
     let is_linked =
@@ -320,6 +324,12 @@ fn nothing_is_left_of_a_difference_that_fails() {
     diff(&node, &["small"]).unwrap();
     assert_eq!(written(&node), 0);
     assert!(log(&node).contains("containerd's own differ is used"), "{}", log(&node));
+    let other = space.path("other.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&other).unwrap();
+    node.serve(&["--containers", "overlay", "--containerd", other.to_str().unwrap()]);
+    diff(&node, &["small"]).unwrap();
+    let process = format!("it is of process {}", std::process::id());
+    assert!(log(&node).contains(&process), "{}", log(&node));
     node.snapshotter = None;
     let refused = diff(&node, &["small"]).unwrap_err();
     assert!(refused.contains("navailable") || refused.contains("connection refused"), "{refused}");

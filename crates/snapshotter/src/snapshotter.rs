@@ -10,7 +10,6 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
-    fs::File,
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -131,11 +130,6 @@ impl Snapshotter {
     pub fn with_containerd(mut self, socket: PathBuf) -> Self {
         self.containerd = Some(socket);
         self
-    }
-
-    /// True if two files of mounts of one seed have the same data because it lies at the same place.
-    pub(crate) fn have_same_extents(&self, one: &File, other: &File) -> bool {
-        self.chains.as_ref().is_some_and(|chains| chains.have_same_extents(one, other))
     }
 
     /// Has layers mounted by `layers` where it can.

@@ -64,7 +64,7 @@ pub(crate) const QUICK: [&str; 57] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 106] = [
+const OTHERS: [&str; 107] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",

@@ -353,7 +353,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 mod tests {
     use std::path::Path;
 
-    use super::{Own, drop_in, unit, version_of};
+    use super::{Own, drop_in, own_differs, unit, version_of};
 
     #[test]
     fn versions_are_read_as_packages_print_them() {
@@ -388,6 +388,27 @@ mod tests {
             let list = "default = [\"burgeon-diff\", \"walking\"]";
             assert_eq!(text.contains(list), version > (1, 6), "{text}");
         }
+    }
+
+    #[test]
+    fn a_list_of_differs_is_left_to_its_owner() {
+        let prefix = tempfile::tempdir().unwrap();
+        let config = prefix.path().join(super::CONFIG);
+        assert_eq!(own_differs(prefix.path()), None);
+        std::fs::create_dir_all(config.parent().unwrap()).unwrap();
+        for (list, judged) in [
+            ("[\"walking\"]", Some(false)),
+            ("[\"walking\", \"burgeon-diff\"]", Some(false)),
+            ("[\"burgeon-diff\", \"walking\"]", Some(true)),
+            ("\"burgeon-diff\"", Some(false)),
+        ] {
+            let section = "[plugins.\"io.containerd.service.v1.diff-service\"]\n";
+            std::fs::write(&config, format!("{section}default = {list}\n")).unwrap();
+            assert_eq!(own_differs(prefix.path()), judged, "{list}");
+        }
+        let own = Own { differs: true, ..Own::default() };
+        let text = drop_in((2, 1), Path::new("/r"), Path::new("/s"), own).unwrap();
+        assert!(text.contains("type = \"diff\"") && !text.contains("diff-service"), "{text}");
     }
 
     #[test]
