@@ -17,6 +17,7 @@ pub(crate) mod files;
 pub(crate) mod gc;
 pub(crate) mod grants;
 pub(crate) mod images;
+pub(crate) mod known_digests;
 pub(crate) mod layers;
 pub(crate) mod loans;
 pub(crate) mod paths;

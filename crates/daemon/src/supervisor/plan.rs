@@ -20,8 +20,9 @@ use crate::{
     state::{
         files::{self, Lock},
         images::AREA,
+        known_digests::known_digest,
         paths::StateDir,
-        prepared::{self, Prepared, digest_file},
+        prepared::{self, Prepared},
         record::{SproutState, WritesState},
         roots, space,
         writes::{self, RECORD_FORMAT, WritesRecord},
@@ -304,8 +305,8 @@ fn record(
     name: &str,
     request: &MountRequest,
 ) -> Result<WritesRecord> {
-    let (template_digest, template_len) = digest_file(&base.folder.join("seed"))?;
-    let (map_digest, map_len) = digest_file(&base.folder.join("map"))?;
+    let (template_digest, template_len) = known_digest(&base.folder.join("seed"))?;
+    let (map_digest, map_len) = known_digest(&base.folder.join("map"))?;
     Ok(WritesRecord {
         format: RECORD_FORMAT,
         name: name.to_owned(),
