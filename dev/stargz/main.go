@@ -39,9 +39,31 @@ func hosts(ref reference.Spec) ([]docker.RegistryHost, error) {
 	}}, nil
 }
 
+// The labels of ctr-remote, by those with which CRI says the same.
+var labelsOfCRI = map[string]string{
+	"containerd.io/snapshot/remote/stargz.reference": "containerd.io/snapshot/cri.image-ref",
+	"containerd.io/snapshot/remote/stargz.digest":    "containerd.io/snapshot/cri.layer-digest",
+	"containerd.io/snapshot/remote/stargz.layers":    "containerd.io/snapshot/cri.image-layers",
+}
+
+// Finds a layer by the labels of either client. The project's own daemon does so in a package that
+// Debian's packages cannot compile, for lack of Kubernetes' libraries.
+func fromLabels(labels map[string]string) ([]source.Source, error) {
+	all := map[string]string{}
+	for label, value := range labels {
+		all[label] = value
+	}
+	for label, cri := range labelsOfCRI {
+		if value, has := labels[cri]; has {
+			all[label] = value
+		}
+	}
+	return source.FromDefaultLabels(hosts)(all)
+}
+
 func serve(socket, folder string) error {
 	layers, err := fs.NewFilesystem(filepath.Join(folder, "stargz"), config.Config{},
-		fs.WithGetSources(source.FromDefaultLabels(hosts)))
+		fs.WithGetSources(fromLabels))
 	if err != nil {
 		return err
 	}

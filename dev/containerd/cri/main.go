@@ -2,6 +2,9 @@
 //
 //	cri SOCKET pull IMAGE             prints the image's id
 //	cri SOCKET run NAME IMAGE WORD…   a pod of one container on the host's network; prints the ids of both
+//	cri SOCKET time NAME IMAGE PULL USER READY WORD…
+//	                                  the same, until the log has READY or, if that is empty, the container has
+//	                                  ended well; prints the seconds of each call as JSON; pulls if PULL is "pull"
 //	cri SOCKET exec CONTAINER WORD…   prints the output; the exit code is that of the command
 //	cri SOCKET remove POD             stops and removes a pod and its containers
 //	cri SOCKET remove-image IMAGE
@@ -47,7 +50,7 @@ func main() {
 }
 
 func (c client) call(ctx context.Context, call string, words []string) error {
-	needed := map[string]int{"pull": 1, "run": 3, "exec": 2, "remove": 1, "remove-image": 1, "pods": 0, "usage": 0}
+	needed := map[string]int{"pull": 1, "run": 3, "time": 6, "exec": 2, "remove": 1, "remove-image": 1, "pods": 0, "usage": 0}
 	if least, known := needed[call]; !known || len(words) < least {
 		return fmt.Errorf("no such call: %s %q", call, words)
 	}
@@ -61,6 +64,11 @@ func (c client) call(ctx context.Context, call string, words []string) error {
 		return nil
 	case "run":
 		return c.run(ctx, words[0], words[1], words[2:])
+	case "time":
+		return c.timed(ctx, timedPod{
+			name: words[0], image: words[1], pulls: words[2] == "pull",
+			user: words[3], ready: words[4], command: words[5:],
+		})
 	case "exec":
 		reply, err := c.pods.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: words[0], Cmd: words[1:]})
 		if err != nil {
@@ -94,16 +102,8 @@ func (c client) call(ctx context.Context, call string, words []string) error {
 	}
 }
 
-// Needs no network plugin: the pod has the network of the host.
 func (c client) run(ctx context.Context, name, image string, words []string) error {
-	host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
-	pod := &cri.PodSandboxConfig{
-		Metadata:     &cri.PodSandboxMetadata{Name: name, Uid: name, Namespace: "test"},
-		LogDirectory: os.TempDir(),
-		Linux: &cri.LinuxPodSandboxConfig{
-			SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: host},
-		},
-	}
+	pod := podConfig(name)
 	sandbox, err := c.pods.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
 	if err != nil {
 		return err
@@ -111,15 +111,7 @@ func (c client) run(ctx context.Context, name, image string, words []string) err
 	container, err := c.pods.CreateContainer(ctx, &cri.CreateContainerRequest{
 		PodSandboxId:  sandbox.PodSandboxId,
 		SandboxConfig: pod,
-		Config: &cri.ContainerConfig{
-			Metadata: &cri.ContainerMetadata{Name: "one"},
-			Image:    &cri.ImageSpec{Image: image},
-			Command:  words,
-			LogPath:  name + ".log",
-			Linux: &cri.LinuxContainerConfig{
-				SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: host},
-			},
-		},
+		Config:        containerConfig(name, image, words),
 	})
 	if err != nil {
 		return err
@@ -129,6 +121,31 @@ func (c client) run(ctx context.Context, name, image string, words []string) err
 	}
 	fmt.Println(sandbox.PodSandboxId, container.ContainerId)
 	return nil
+}
+
+// Needs no network plugin: the pod has the network of the host.
+func podConfig(name string) *cri.PodSandboxConfig {
+	host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
+	return &cri.PodSandboxConfig{
+		Metadata:     &cri.PodSandboxMetadata{Name: name, Uid: name, Namespace: "test"},
+		LogDirectory: os.TempDir(),
+		Linux: &cri.LinuxPodSandboxConfig{
+			SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: host},
+		},
+	}
+}
+
+func containerConfig(name, image string, words []string) *cri.ContainerConfig {
+	host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
+	return &cri.ContainerConfig{
+		Metadata: &cri.ContainerMetadata{Name: "one"},
+		Image:    &cri.ImageSpec{Image: image},
+		Command:  words,
+		LogPath:  name + ".log",
+		Linux: &cri.LinuxContainerConfig{
+			SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: host},
+		},
+	}
 }
 
 func (c client) usage(ctx context.Context) error {

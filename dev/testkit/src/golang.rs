@@ -51,8 +51,11 @@ fn module(name: &str) -> PathBuf {
 /// The folder of made and fetched programs, which outlives the tests.
 pub fn tools() -> PathBuf {
     let program = env::current_exe().expect("a running program has a path");
-    // target/debug/deps/PROGRAM, of whichever target folder it is.
-    let target = program.ancestors().nth(3).expect("a test lies below the target folder");
+    // target/debug/deps/PROGRAM of a test, target/release/PROGRAM of others, of whichever target
+    // folder it is.
+    let folder = program.parent().expect("a program lies in a folder");
+    let profile = if folder.ends_with("deps") { folder.parent() } else { Some(folder) };
+    let target = profile.and_then(Path::parent).expect("it lies below the target folder");
     target.join("tools")
 }
 

@@ -38,7 +38,7 @@ enum Command {
     /// sizes, banned crates and words.
     Tidy,
     /// Measure Burgeon beside its peers and print a table of ratios, aims and verdicts.
-    Bench(bench::Options),
+    Bench(Box<bench::Options>),
     /// Count the instructions of a hit and hold them against the budget.
     Budget(budget::Options),
     /// Undo each mended defect in a copy of the tree and demand that its test fails.

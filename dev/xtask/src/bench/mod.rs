@@ -9,6 +9,7 @@
 //!   disk    reads of cached data on a disk ÷ btrfs on a loop device on the same (only if asked for)
 //!   let-go  by reflink ÷ by copy, and reads afterwards (only if asked for)
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
+//!   containers  pods beside overlayfs and stargz-snapshotter (only if asked for: `make bench-containers`)
 //!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
 //!           ublk-queues: numbers of queues and depths
 //!   builds  this program ÷ another build of it (only if asked for: `make bench-static`)
@@ -29,6 +30,7 @@
 mod build;
 mod builds;
 mod burgeon;
+mod containers;
 mod disk;
 mod let_go;
 mod machine;
@@ -89,6 +91,18 @@ pub(crate) struct Options {
     /// The Debian root whose programs are started; made with debootstrap if it is not there.
     #[arg(long, default_value = "target/tmp/start-bookworm")]
     start_tree: PathBuf,
+    /// Only these programs, for the part `containers`: python3, node, java, postgres.
+    #[arg(long, value_delimiter = ',')]
+    programs: Vec<String>,
+    /// Only these parts of the part `containers`.
+    #[arg(long, value_delimiter = ',', default_values = ["starts", "write", "many"])]
+    containers: Vec<String>,
+    /// Number of pods of one image, for the part `containers`.
+    #[arg(long, default_value_t = 100)]
+    pods: usize,
+    /// End with an error if an aim is missed.
+    #[arg(long)]
+    strict: bool,
 }
 
 /// The folder, the program and the options of all measurements.
@@ -126,6 +140,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "memory" => memory::measure(&bench, &mut table),
             "virtual" => virtual_area::measure(&bench, &mut table),
             "start" => start::measure(&bench, &mut table),
+            "containers" => containers::measure(&bench, &mut table),
             "builds" => builds::measure(&bench, &mut table),
             "disk" => disk::measure(&bench, &mut table),
             "let-go" => let_go::measure(&bench, &mut table),
@@ -134,13 +149,14 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             other => {
                 anyhow::bail!(
                     "no part {other:?}: reads, mounts, build, memory, virtual, disk, let-go, \
-                     start, builds, ublk, ublk-queues"
+                     start, containers, builds, ublk, ublk-queues"
                 )
             }
         };
         done.with_context(|| format!("measuring {part}"))?;
     }
     println!("{table}");
+    ensure!(!options.strict || table.missed() == 0, "{} aims are missed", table.missed());
     Ok(())
 }
 
@@ -164,7 +180,7 @@ fn contain() -> Result<()> {
         });
     }
     let status = command.status().context("cannot run sh")?;
-    ensure!(status.success(), "the benchmark ended early: {status}");
+    ensure!(status.success(), "the benchmark failed: {status}");
     Ok(())
 }
 

@@ -60,6 +60,18 @@ impl Table {
     }
 }
 
+impl Table {
+    /// Number of aims that are missed.
+    pub(crate) fn missed(&self) -> usize {
+        self.count(false)
+    }
+
+    fn count(&self, met: bool) -> usize {
+        let rows = self.parts.iter().flat_map(|(_, rows)| rows);
+        rows.filter(|row| row.aim.met_by(row.value) == Some(met)).count()
+    }
+}
+
 fn line(row: &Row) -> String {
     let number = |value: f64| match value.abs() {
         n if n >= 1000.0 => format!("{value:.0}"),
@@ -83,19 +95,13 @@ fn line(row: &Row) -> String {
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (mut met, mut missed) = (0, 0);
         for (heading, rows) in &self.parts {
             writeln!(f, "\n{heading}")?;
             for row in rows {
                 writeln!(f, "  {}", line(row))?;
-                match row.aim.met_by(row.value) {
-                    Some(true) => met += 1,
-                    Some(false) => missed += 1,
-                    None => {}
-                }
             }
         }
-        write!(f, "\naims: {met} met, {missed} missed")
+        write!(f, "\naims: {} met, {} missed", self.count(true), self.missed())
     }
 }
 
@@ -116,5 +122,6 @@ mod tests {
             "{text}"
         );
         assert!(text.ends_with("aims: 1 met, 1 missed"), "{text}");
+        assert_eq!(table.missed(), 1);
     }
 }

@@ -14,10 +14,10 @@
 //! (on a tiny image) before the clock starts. The bound is the link's own time for what it has to
 //! carry at least, and a round trip.
 
-mod oci_images;
+pub(super) mod oci_images;
 mod ours;
-mod programs;
-mod stargz;
+pub(super) mod programs;
+pub(super) mod stargz;
 
 use std::{
     fs,
@@ -47,14 +47,9 @@ const LATENCY: Duration = Duration::from_millis(20);
 const BYTES_PER_SECOND: u64 = 200_000_000 / 8;
 
 pub(crate) fn measure(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
-    let (tree, was_there) = programs::tree(&bench.options.start_tree)?;
-    let images = tree.with_extension("images");
-    if !was_there && images.exists() {
-        fs::remove_dir_all(&images)?;
-    }
-    let stage = Stage { bench, tree };
+    let stage = Stage::new(bench)?;
     let ours = Ours::make(&stage)?;
-    let oci_images = OciImages::make(&stage, &images)?;
+    let oci_images = OciImages::make(&stage)?;
     for program in &PROGRAMS {
         let failed = || format!("starting {}", program.name);
         let share = ours.measure(program, table).with_context(failed)?;
@@ -64,9 +59,11 @@ pub(crate) fn measure(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
 }
 
 /// The environment of all measurements.
-struct Stage<'a> {
-    bench: &'a Bench<'a>,
+pub(super) struct Stage<'a> {
+    pub(super) bench: &'a Bench<'a>,
     tree: PathBuf,
+    /// A folder beside the tree, where its images stay.
+    images: PathBuf,
 }
 
 /// One measured start.
@@ -98,7 +95,7 @@ impl Starts {
     }
 }
 
-fn mib(bytes: u64) -> f64 {
+pub(super) fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
@@ -121,8 +118,20 @@ struct Image<'a> {
     options: &'a [&'a str],
 }
 
+impl<'a> Stage<'a> {
+    /// Makes the tree if it is missing; images of an earlier one go.
+    pub(super) fn new(bench: &'a Bench<'a>) -> Result<Self> {
+        let (tree, was_there) = programs::tree(&bench.options.start_tree)?;
+        let images = tree.with_extension("images");
+        if !was_there && images.exists() {
+            fs::remove_dir_all(&images)?;
+        }
+        Ok(Self { bench, tree, images })
+    }
+}
+
 impl Stage<'_> {
-    fn link(&self, server: SocketAddr) -> Result<Link> {
+    pub(super) fn link(&self, server: SocketAddr) -> Result<Link> {
         Ok(Link::new(server, LATENCY, BYTES_PER_SECOND)?)
     }
 
@@ -147,7 +156,7 @@ impl Stage<'_> {
     }
 
     /// A daemon of an installation that has nothing but a tiny image, and that image's mount.
-    fn new_host(&self, state: &Path) -> Result<Burgeon> {
+    pub(super) fn new_host(&self, state: &Path) -> Result<Burgeon> {
         let _ = fs::remove_dir_all(state);
         let near = Burgeon::with_store(&self.bench.program, state.into(), self.tiny()?);
         near.mount("tiny", &self.bench.path("tiny-at"))?;
@@ -204,7 +213,12 @@ impl Stage<'_> {
     }
 
     /// The profile of one start, from a mount of `image` by an installation that is near to it.
-    fn record(&self, program: &Program, burgeon: &Burgeon, image: &str) -> Result<PathBuf> {
+    pub(super) fn record(
+        &self,
+        program: &Program,
+        burgeon: &Burgeon,
+        image: &str,
+    ) -> Result<PathBuf> {
         let file = self.bench.path("recorded");
         let _ = fs::remove_file(&file);
         let at = self.bench.path("record-at");

@@ -30,7 +30,7 @@ use crate::bench::{
 };
 
 /// The image's name in the registry.
-const NAME: &str = "tree";
+pub(in crate::bench) const NAME: &str = "tree";
 
 /// A format of layers, and its tag.
 struct Format {
@@ -65,14 +65,8 @@ pub(super) struct OciImages<'a> {
 }
 
 impl<'a> OciImages<'a> {
-    /// Of the images in the folder `images`, which are made if they are missing.
-    pub(super) fn make(stage: &'a Stage<'a>, images: &Path) -> Result<Self> {
-        if !images.exists() {
-            make_images(stage, images)?;
-        }
-        let served = stage.bench.path("registry");
-        run("cp", &["-r", &images.to_string_lossy(), &served.to_string_lossy()])?;
-        let registry = Registry::start(&served, None)?;
+    pub(super) fn make(stage: &'a Stage<'a>) -> Result<Self> {
+        let registry = serve_images(stage)?;
         let publisher = Burgeon::new(&stage.bench.program, stage.bench.path("start-publisher"));
         let reader = Burgeon::new(&stage.bench.program, stage.bench.path("start-reader"));
         let mut indexes = Vec::new();
@@ -92,7 +86,7 @@ impl<'a> OciImages<'a> {
         let config = digest(&document("manifests/estargz")?["config"]["digest"])?;
         let chain = digest(&document(&format!("blobs/{config}"))?["rootfs"]["diff_ids"][0])?;
         let layer = format!("v2/{NAME}/blobs/{layer}");
-        let stargz = Stargz::make(stage)?;
+        let stargz = Stargz::make(stage.bench)?;
         Ok(Self { stage, registry, publisher, reader, indexes, layer, stargz, chain })
     }
 
@@ -185,6 +179,16 @@ impl<'a> OciImages<'a> {
         fs::rename(recorded, &kept)?;
         Ok(kept.to_string_lossy().into_owned())
     }
+}
+
+/// A registry with the images, which are made if they are missing.
+pub(in crate::bench) fn serve_images(stage: &Stage<'_>) -> Result<Registry> {
+    if !stage.images.exists() {
+        make_images(stage, &stage.images)?;
+    }
+    let served = stage.bench.path("registry");
+    run("cp", &["-r", &stage.images.to_string_lossy(), &served.to_string_lossy()])?;
+    Registry::start(&served, None)
 }
 
 /// Makes the images of a registry in the new folder `images`.

@@ -19,15 +19,15 @@ const DATABASE: &str = "srv/db";
 const POSTGRES: &str = "/usr/lib/postgresql/15/bin";
 
 /// A program to be started.
-pub(super) struct Program {
-    pub(super) name: &'static str,
-    user: &'static str,
-    command: &'static [&'static str],
+pub(in crate::bench) struct Program {
+    pub(in crate::bench) name: &'static str,
+    pub(in crate::bench) user: &'static str,
+    pub(in crate::bench) command: &'static [&'static str],
     /// Its output when it is ready; empty if it is ready when it ends.
-    ready: Option<&'static str>,
+    pub(in crate::bench) ready: Option<&'static str>,
 }
 
-pub(super) const PROGRAMS: [Program; 4] = [
+pub(in crate::bench) const PROGRAMS: [Program; 4] = [
     Program {
         name: "python3, import pandas",
         user: "root",
@@ -59,7 +59,7 @@ pub(super) const PROGRAMS: [Program; 4] = [
 
 impl Program {
     /// The name of its file.
-    pub(super) fn word(&self) -> &str {
+    pub(in crate::bench) fn word(&self) -> &str {
         self.command[0].rsplit('/').next().unwrap_or_default()
     }
 

@@ -18,26 +18,29 @@ use std::{
 use anyhow::{Result, ensure};
 
 use super::{Program, Stage, Start, start};
-use crate::bench::machine::{Background, mount, run, wait_until};
+use crate::bench::{
+    Bench,
+    machine::{Background, mount, run, wait_until},
+};
 
 /// The daemon of the snapshotter.
-pub(super) struct Stargz {
-    program: PathBuf,
+pub(in crate::bench) struct Stargz {
+    pub(in crate::bench) program: PathBuf,
 }
 
 impl Stargz {
     /// Compiles it.
-    pub(super) fn make(stage: &Stage<'_>) -> Result<Self> {
-        let program = stage.bench.path("stargz");
+    pub(in crate::bench) fn make(bench: &Bench<'_>) -> Result<Self> {
+        let program = bench.path("stargz");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../stargz/main.go");
         let mut go = Command::new("/usr/bin/go");
         // Of Debian's packages alone.
         go.env("GOPATH", "/usr/share/gocode").env("GO111MODULE", "off").env("GOFLAGS", "");
         go.env_remove("GOROOT");
-        go.env("GOCACHE", stage.bench.path("go-cache"));
+        go.env("GOCACHE", bench.path("go-cache"));
         go.args(["build", "-o"]).arg(&program).arg(source);
         crate::bench::machine::finish(go.output(), "go build")?;
-        fs::remove_dir_all(stage.bench.path("go-cache"))?;
+        fs::remove_dir_all(bench.path("go-cache"))?;
         Ok(Self { program })
     }
 
@@ -72,7 +75,7 @@ impl Stargz {
 }
 
 /// A containerd that has nothing. Fields are dropped in this order.
-pub(super) struct Containerd {
+pub(in crate::bench) struct Containerd {
     _snapshotter: Option<Background>,
     _daemon: Background,
     socket: PathBuf,
@@ -80,7 +83,7 @@ pub(super) struct Containerd {
 
 impl Containerd {
     /// With its state in the folder `own`, which is made anew, and with a snapshotter, if any.
-    pub(super) fn start(own: &Path, snapshotter: Option<&Path>) -> Result<Self> {
+    pub(in crate::bench) fn start(own: &Path, snapshotter: Option<&Path>) -> Result<Self> {
         if own.exists() {
             fs::remove_dir_all(own)?;
         }
@@ -121,7 +124,7 @@ impl Containerd {
     }
 
     /// Makes the eStargz image `to` of the image `from`, both in registries without encryption.
-    pub(super) fn convert(&self, from: &str, to: &str) -> Result<()> {
+    pub(in crate::bench) fn convert(&self, from: &str, to: &str) -> Result<()> {
         self.control(&["content", "fetch", "--plain-http", from])?;
         self.control(&["images", "convert", "--estargz", "--oci", from, to])?;
         self.control(&["images", "push", "--plain-http", to]).map(drop)
