@@ -367,7 +367,7 @@ fn a_committed_container_is_the_same_on_another_node() {
     // Another node unpacks it, by containerd's own differ.
     let space = Space::new("differ-commit-other");
     let _burgeon = Burgeon::new(PROGRAM, &space);
-    let other = start(&space, &[]);
+    let mut other = start(&space, &[]);
     other.pull(&committed).unwrap();
     let kinds = other.kinds();
     assert!(kinds.iter().all(|kind| kind == "local"), "{kinds:?}");
@@ -378,4 +378,8 @@ fn a_committed_container_is_the_same_on_another_node() {
     touch.args(["-d", "@1"]).args([container.as_path(), copy.path()]);
     assert!(touch.status().unwrap().success());
     compare(&container, copy.path()).unwrap().assert_same();
+    // The transfer service unpacks for other snapshotters also while none of ours serves.
+    other.snapshotter = None;
+    let pull = ["images", "pull", "--plain-http", "--snapshotter", "overlayfs", &app.name];
+    other.ctr(&pull).unwrap();
 }
