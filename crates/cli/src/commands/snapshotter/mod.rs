@@ -14,7 +14,7 @@ mod fetch;
 mod floor;
 mod index;
 mod layers;
-mod revive;
+mod restart;
 mod setup;
 mod status;
 mod verify;
@@ -195,7 +195,7 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
         .with_containerd(args.containerd.clone());
     let snapshotter = Arc::new(snapshotter);
     let socket = Socket::bind(&args.socket)?;
-    revive::begin(context.state.clone())?;
+    restart::begin(context.state.clone())?;
     burgeon_daemon::notify_systemd();
     burgeon_snapshotter::serve(snapshotter, socket)?;
     Ok(ExitCode::SUCCESS)

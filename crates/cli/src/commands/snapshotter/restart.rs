@@ -42,7 +42,7 @@ pub(super) fn begin(state: StateDir) -> std::io::Result<()> {
             was_dead = is_dead;
         }
     };
-    thread::Builder::new().name("revive".into()).spawn(looks_after).map(drop)
+    thread::Builder::new().name("restart".into()).spawn(looks_after).map(drop)
 }
 
 /// True if mounts are in use that nobody serves.
