@@ -125,6 +125,22 @@ pub struct Attach {
     pub trust_clean: bool,
     /// Dirty blocks of another device of this name are given up.
     pub accept_loss: bool,
+    /// Earlier versions have one.
+    #[serde(default)]
+    pub transport: Transport,
+}
+
+/// The kernel's way to a device.
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum Transport {
+    /// ublk if the kernel has it, else FUSE.
+    #[default]
+    Auto,
+    /// ublk, or an error.
+    Ublk,
+    /// A FUSE file and a loop device.
+    Fuse,
 }
 
 /// An answer.

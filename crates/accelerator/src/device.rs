@@ -11,14 +11,11 @@ use std::{
 use burgeon_accelerate::CachedDevice;
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, ByteRange, Erase, FileRange, Now, Result, Shape, Verdict,
-    WritableDevice, WriteCache,
+    WritableDevice,
 };
 use tokio::task::block_in_place;
 
-use crate::{disk::Disk, shared::SharedCells, times::Kind};
-
-/// Preferred length of requests, in bytes.
-const OPTIMAL_IO: u32 = 64 << 10;
+use crate::{disk::Disk, limits::shape_of, shared::SharedCells, times::Kind};
 
 /// A slow device behind a cache, for a transport.
 pub(crate) struct Served {
@@ -43,15 +40,7 @@ impl BlockDevice for Served {
     }
 
     fn shape(&self) -> Shape {
-        let slow = self.cached.slow();
-        Shape {
-            size: slow.size(),
-            logical_block: slow.logical_block(),
-            physical_block: BLOCK_SIZE as u32,
-            optimal_io: OPTIMAL_IO,
-            discard_granularity: BLOCK_SIZE as u32,
-            cache: WriteCache::Volatile,
-        }
+        shape_of(self.cached.slow())
     }
 
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {

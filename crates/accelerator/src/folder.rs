@@ -7,6 +7,7 @@
 //!                     distrust    the content must not be used, but for dirty blocks
 //!                     dirty/      the slow devices that it may have newer content of
 //!                     histograms/ distributions of the requests of each slow device
+//!                     attached    the attached devices, for the next supervisor
 //!                     replacing   a cache device that takes the place of the former one
 //!                     log         of both
 //! ```
@@ -152,6 +153,10 @@ impl CacheFolder {
 
     pub(crate) fn histograms(&self) -> PathBuf {
         self.0.join("histograms")
+    }
+
+    pub(crate) fn attached(&self) -> PathBuf {
+        self.0.join("attached")
     }
 
     pub(crate) fn distrust(&self) -> PathBuf {

@@ -2,10 +2,12 @@
 //!
 //! ```text
 //!   supervise the supervisor: claims, descriptors, starts servers; parses only what root says
-//!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
+//!   serve     the server: burgeon-accelerate behind the request engine, over FUSE or ublk
 //!   control   their sockets           folder   the cache's folder in the state directory
 //!   disk      devices and files       probe    what a device holds already
-//!   harden    staying alive when memory is short   looped   attaches the loop device
+//!   front     the kernel's side of a device: FUSE or ublk     looped   attaches the loop device
+//!   harden    staying alive when memory is short     limits   those of the slow device, passed on
+//!   attached  the devices, as the next supervisor finds them
 //!   device    a cached device for the engine         shared   counters that outlive a server
 //!   durable   files that are replaced as a whole
 //!   lasting   distributions that outlive both processes
@@ -20,6 +22,7 @@
 
 pub mod adopt;
 mod announced;
+mod attached;
 mod child;
 pub mod control;
 mod device;
@@ -27,9 +30,11 @@ pub mod dirty;
 pub mod disk;
 mod durable;
 pub mod folder;
+mod front;
 pub mod growth;
 mod harden;
 mod lasting;
+mod limits;
 mod looped;
 pub mod offline;
 mod plan;
@@ -42,6 +47,7 @@ mod supervise;
 mod times;
 mod writing_back;
 
+pub use front::ublk_process;
 pub use looped::loop_process;
 pub use serve::serve_process;
 pub use supervise::supervise_process;

@@ -53,7 +53,7 @@ pub(crate) struct PlanDevice {
     pub(crate) name: String,
     pub(crate) slow: PathBuf,
     pub(crate) slow_fd: RawFd,
-    pub(crate) fuse_fd: RawFd,
+    pub(crate) front: PlanFront,
     pub(crate) slots_fd: RawFd,
     pub(crate) counters_fd: RawFd,
     pub(crate) mode: String,
@@ -64,4 +64,11 @@ pub(crate) struct PlanDevice {
     pub(crate) accept_loss: bool,
     /// The kernel sends the requests of a dead server again.
     pub(crate) resends: bool,
+}
+
+/// The kernel's side of a device.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
+pub(crate) enum PlanFront {
+    Fuse { fd: RawFd },
+    Ublk { number: u32 },
 }

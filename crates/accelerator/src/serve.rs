@@ -7,13 +7,16 @@
 //! ```
 //!
 //! Invariants:
-//! - It opens no device itself: those that it has are the supervisor's, whose claims outlive it.
+//! - It opens no cache and no slow device itself: they are the supervisor's, whose claims outlive
+//!   it.
 //! - Without its supervisor, it goes on until its devices are unmounted, without write-back: if it
 //!   died, the kernel would fail all requests, and a file system's log would end in the cache
 //!   alone.
 //! - A device has a document in `dirty` before it can have dirty blocks.
-//! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
+//! - It holds no descriptor of a FUSE file or a block device in front, so no thread of it waits for
+//!   itself.
 
+mod front;
 mod open;
 
 use std::{
@@ -35,10 +38,11 @@ use burgeon_accelerate::{
     CacheStore, CachedDevice, Counts, DeviceOptions, Mode, Trust, policy::PolicyKind,
 };
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
-use burgeon_frontend::{Connection, End, FuseServer, ServeOptions, Slots, serve_writable};
+use burgeon_frontend::Slots;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
+use self::front::FrontServer;
 use crate::{
     control::{ControlAnswer, ControlRequest, Set, answer, receive, send},
     device::Served,
@@ -79,10 +83,7 @@ struct Device {
     beginning: AtomicU32,
     /// Nothing of it is to be dirty at the end.
     ends: AtomicBool,
-    /// `None` once it was stopped.
-    server: Mutex<Option<FuseServer>>,
-    /// The kernel has let go of the device.
-    ended: Arc<AtomicBool>,
+    front: FrontServer,
 }
 
 /// Why write-back is refused here.
@@ -136,7 +137,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
     let mut devices = Vec::new();
     for device in plan.devices {
         let slow = Disk::adopt(File::from(take(device.slow_fd)), &device.slow)?;
-        let (fuse, slots) = (take(device.fuse_fd), take(device.slots_fd));
+        let slots = take(device.slots_fd);
         let mode = mode_of(&device, &store)?;
         let is_changed = owners.is_changed(&device.name, &slow, device.accept_loss)?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
@@ -157,30 +158,12 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
             owners.put(&device.name, &DirtyOwner::of(cached.slow(), store.id()))?;
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
-        let options = ServeOptions::new(runtime.handle().clone());
         let name = device.name.clone();
         let served = Arc::new(Served { name, cached: cached.clone(), cells: cells.clone() });
-        let server = serve_writable(fuse, slots.clone(), served, &options)?;
-        let ended = Arc::new(AtomicBool::new(false));
-        let (ending, flag) = (server.ended(), ended.clone());
-        runtime.spawn(async move {
-            if ending.await == End::Unmounted {
-                flag.store(true, SeqCst);
-            }
-        });
-        let (server, beginning) = (Mutex::new(Some(server)), AtomicU32::new(0));
-        let (resends, ends) = (device.resends, AtomicBool::new(false));
-        devices.push(Device {
-            cached,
-            cells,
-            lasting,
-            slots,
-            resends,
-            beginning,
-            ends,
-            server,
-            ended,
-        });
+        let front = FrontServer::begin(&device, slots.clone(), served, runtime.handle())?;
+        let (resends, beginning) = (device.resends, AtomicU32::new(0));
+        let ends = AtomicBool::new(false);
+        devices.push(Device { cached, cells, lasting, slots, resends, beginning, ends, front });
     }
     record_absent(&store, &devices, &owners)?;
     let serving = Serving {
@@ -281,19 +264,17 @@ impl Serving {
                     if !serving.is_orphan.swap(true, SeqCst) {
                         tokio::task::block_in_place(|| serving.without_supervisor());
                     }
-                    if serving.devices.iter().all(|device| device.ended.load(SeqCst)) {
+                    tokio::task::block_in_place(|| {
+                        serving.devices.iter().for_each(|device| device.front.end_if_unused());
+                    });
+                    if serving.devices.iter().all(|device| device.front.has_ended()) {
                         break;
                     }
                 }
             }
         }
         tokio::task::block_in_place(|| {
-            for device in &serving.devices {
-                let server = device.server.lock().unwrap_or_else(PoisonError::into_inner).take();
-                if let Some(server) = server {
-                    server.stop(DRAIN);
-                }
-            }
+            serving.devices.iter().for_each(|device| device.front.stop(DRAIN));
             serving.writing_back.end();
             // A thread that panicked has said so.
             let _ = writing.join();
@@ -512,7 +493,7 @@ impl Serving {
     }
 
     fn status(&self) -> Value {
-        let devices = self.devices.iter().map(|device| &*device.cached);
+        let devices = self.devices.iter().map(|it| (&*it.cached, it.front.transport()));
         document(&self.store, devices, &self.writing_back)
     }
 
@@ -546,9 +527,4 @@ impl Drop for Answering {
     fn drop(&mut self) {
         self.0.answering.fetch_sub(1, SeqCst);
     }
-}
-
-/// The FUSE connection and the slots of a new device.
-pub(crate) fn connect(name: &str) -> Result<(Connection, Slots)> {
-    Ok((Connection::writable(&format!("burgeon/{name}"))?, Slots::create()?))
 }

@@ -7,6 +7,7 @@ use burgeon_block::{BLOCK_SIZE, Counters, HistogramSnapshot};
 use serde_json::{Value, json};
 
 use crate::{
+    control::Transport,
     disk::Disk,
     times::{Kind, Times},
     writing_back::{WriteBackSettings, WritingBack},
@@ -18,14 +19,14 @@ const GONE_MAX: usize = 16;
 /// The document.
 pub(crate) fn document<'a>(
     store: &CacheStore<Disk>,
-    devices: impl Iterator<Item = &'a CachedDevice<Disk, Disk>>,
+    devices: impl Iterator<Item = (&'a CachedDevice<Disk, Disk>, Transport)>,
     writing_back: &WritingBack,
 ) -> Value {
     let sets = store.sets();
     let gone = store.gone();
     let WriteBackSettings { percent, seconds, rate } = writing_back.settings();
     let (log_bytes, log_used) = store.log_fill();
-    let devices = devices.map(|cached| {
+    let devices = devices.map(|(cached, transport)| {
         let counts = Count::ALL.map(|(count, name)| (name, cached.counts().get(count)));
         let counters = counts.into_iter().collect::<BTreeMap<_, _>>();
         json!({
@@ -33,6 +34,7 @@ pub(crate) fn document<'a>(
             "slow": cached.slow().path(),
             "size": cached.slow().size(),
             "mode": cached.mode().name(),
+            "transport": transport,
             "dirty_bytes": cached.dirty() * BLOCK_SIZE,
             "dirty_seconds": cached.dirty_seconds(writing_back.now()),
             "gone": gone.iter().find(|gone| gone.name == cached.name()).map(|gone| {

@@ -4,7 +4,8 @@
 //!   burgeon accelerate attach ── supervise.sock ──► supervisor ── Plan, inherited descriptors ──► server
 //!                                              │ claims on cache and slow devices         parses, serves
 //!                                              │ /dev/fuse, slots, serve.sock
-//!                                              └── __accelerate-loop: opens the FUSE file, attaches a loop
+//!                                              ├── __accelerate-loop: opens the FUSE file, attaches a loop
+//!                                              └── __accelerate-ublk: starts a ublk device
 //! ```
 //!
 //! A server that dies costs its readers a wait: its successor answers their requests, and keeps the
@@ -15,44 +16,51 @@
 //! - Content is kept only for devices that this supervisor has had without interruption.
 //! - The supervisor waits for no server without a limit, and opens no FUSE file.
 //! - Descriptors pass to a server only; they are closed in all other programs.
+//! - A ublk device outlives this process: the next supervisor finds it by `attached`, with its
+//!   users.
 
 mod change;
+mod devices;
 
 use std::{
     fs::{self, File},
     io::{self, Write},
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::net::UnixListener,
     },
     path::{Path, PathBuf},
     process::{Child, ExitCode, Stdio},
-    sync::{Arc, mpsc},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use burgeon_accelerate::{Counts, Mode, policy::PolicyKind};
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_frontend::{LoopDevice, Slots};
+use burgeon_frontend::Slots;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, Signal, kill_process},
 };
 use serde_json::{Value, json};
 
-use self::change::{Change, Draining, Unsettled};
+use self::{
+    change::{Change, Draining, Unsettled},
+    devices::LastFlush,
+};
 use crate::{
     announced::Announced,
+    attached::Attached,
     child::{Passed, first_answer, pidfd_of},
     control::{Attach, ControlAnswer, ControlRequest, Set, question, reply},
-    dirty::refuse_elsewhere,
     disk::Disk,
     folder::{CacheFolder, serving, take_serving_name},
+    front::Front,
     harden::harden,
     plan::{Plan, PlanDevice},
-    serve::{NO_RESEND, connect, named},
-    shared::{SharedCells, memory},
+    serve::{NO_RESEND, named},
+    shared::SharedCells,
     writing_back::WriteBackSettings,
 };
 
@@ -60,8 +68,6 @@ use crate::{
 const BEGIN_MAX: Duration = Duration::from_secs(600);
 /// Limit for a server to end in order.
 const END_MAX: Duration = Duration::from_secs(60);
-/// Limit for the loop device to appear or to go.
-const LOOP_MAX: Duration = Duration::from_secs(20);
 /// Time between two attempts to start a server.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Servers that may die in a row before the supervisor waits longer between them.
@@ -72,19 +78,18 @@ struct Device {
     options: Attach,
     announced: Announced,
     slow: Disk,
-    fuse: OwnedFd,
+    front: Front,
     slots: Slots,
     counters: OwnedFd,
     warm: bool,
-    /// The kernel sends the requests of a dead server again.
-    resends: bool,
-    /// Keeps the loop device, which goes with its last user.
-    /// The file is closed by the first attempt to detach, which may have failed.
-    looped: Option<(Option<File>, PathBuf)>,
+    /// The device in front. The file keeps a loop device, which goes with its last user; it is
+    /// closed by the first attempt to detach, which may have failed.
+    shown: Option<(Option<File>, PathBuf)>,
+    /// An earlier supervisor has attached it, and died; nobody has asked for it since.
+    is_resumed: bool,
     /// A server has served it.
     has_begun: bool,
-    /// The result of the flush before the last close.
-    flushed: Option<mpsc::Receiver<io::Result<()>>>,
+    flushed: Option<LastFlush>,
 }
 
 struct Supervisor {
@@ -135,7 +140,7 @@ impl Supervisor {
         let control = listen(folder.supervise_socket())?;
         let serve = listen(folder.serve_socket())?;
         let policy = PolicyKind::Adaptive.name().to_owned();
-        Ok(Self {
+        let mut this = Self {
             folder,
             cache,
             control,
@@ -148,12 +153,19 @@ impl Supervisor {
             unsettled: None,
             draining: None,
             warm: false,
-        })
+        };
+        this.resume()?;
+        Ok(this)
     }
 
     /// Until the last device is detached.
     fn run(mut self) -> Result<()> {
         let mut deaths = 0;
+        if !self.devices.is_empty()
+            && let Err(error) = self.start_server()
+        {
+            self.tell_no_server(&error);
+        }
         loop {
             let pidfd = self.server.as_ref().map(pidfd_of).transpose()?;
             let mut fds = vec![PollFd::new(&self.control, PollFlags::IN)];
@@ -209,6 +221,7 @@ impl Supervisor {
     /// Gives up the sockets and the cache.
     fn end(mut self) {
         self.stop_server();
+        Attached::forget(&self.folder);
         let _ = fs::remove_file(self.folder.serve_socket());
         let _ = fs::remove_file(self.folder.supervise_socket());
     }
@@ -237,166 +250,12 @@ impl Supervisor {
             ControlRequest::Set(set) => ("settings changed", set.name.clone(), self.remember(set)?),
             _ => return Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
         };
+        self.record_attached();
         let settings = self.devices.iter().find(|it| it.options.name == device);
         let mode = settings.map(|it| it.options.mode.as_str());
         let (cache, policy) = (self.folder.name(), &self.policy);
         tracing::info!(%cache, device, mode, policy, "{done}");
         Ok(answer)
-    }
-
-    fn attach(&mut self, mut options: Attach) -> Result<Value> {
-        let mode = named(&options.mode, Mode::parse, "mode")?;
-        options
-            .policy
-            .as_deref()
-            .map(|name| named(name, PolicyKind::parse, "policy"))
-            .transpose()?;
-        let name = options.name.clone();
-        if self.devices.iter().any(|device| device.options.name == name) {
-            let what = format!("a device {name} is attached already");
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let slow = Disk::open(&options.slow)?;
-        refuse_elsewhere(&self.folder, &name, &slow)?;
-        let (connection, slots) = connect(&name)?;
-        let resends = connection.resends();
-        let (mode, note) = served(mode, resends);
-        options.mode = mode.name().to_owned();
-        let failed = |e| Error::io("cannot copy a descriptor", e);
-        let fuse = connection.device().try_clone_to_owned().map_err(failed)?;
-        let warm = options.trust_clean;
-        // Of a first device the word of the user is that of the cache, too.
-        self.warm |= warm && self.devices.is_empty();
-        let policy = options.policy.clone();
-        let former = policy.map(|policy| std::mem::replace(&mut self.policy, policy));
-        let announced = Announced::begin(&name, &slow);
-        self.devices.push(Device {
-            options,
-            announced,
-            slow,
-            fuse,
-            slots,
-            counters: memory()?,
-            warm,
-            resends,
-            looped: None,
-            has_begun: false,
-            flushed: None,
-        });
-        let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
-        match begun {
-            Ok((file, path)) => {
-                let mut document =
-                    json!({ "name": name, "device": path, "mode": mode.name(), "note": note });
-                if let Some(device) = self.devices.last_mut() {
-                    let link = device.announced.link();
-                    document["link"] = json!(link);
-                    if let Err(error) = device.announced.link_to(&path) {
-                        let link = link.display();
-                        tracing::warn!(device = name, %link, %error, "cannot make the link to the device");
-                    }
-                    device.looped = Some((Some(file), path));
-                }
-                Ok(document)
-            }
-            Err(error) => {
-                self.devices.pop();
-                former.into_iter().for_each(|policy| self.policy = policy);
-                drop(connection);
-                if let Err(error) = self.restart_server() {
-                    self.tell_no_server(&error);
-                }
-                Err(error)
-            }
-        }
-    }
-
-    /// Has a loop device attached to the FUSE file of `mount`, by a process that may wait for the
-    /// server.
-    fn start_loop(&self, mount: BorrowedFd<'_>, name: &str) -> Result<(File, PathBuf)> {
-        let block = self.devices.last().map_or(512, |device| device.slow.logical_block());
-        let _passed = Passed::new([mount])?;
-        let mut helper = serving("__accelerate-loop")
-            .args([mount.as_raw_fd().to_string(), name.to_owned(), block.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|e| Error::io("cannot start a helper", e))?;
-        let answered = first_answer(&mut helper, LOOP_MAX).and_then(|answer| {
-            let path: PathBuf = serde_json::from_value(answer).map_err(|e| {
-                Error::with_source(
-                    ErrorKind::Unavailable,
-                    "the helper that makes the loop device gave no path",
-                    e,
-                )
-            })?;
-            let file = File::open(&path)
-                .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
-            Ok((file, path))
-        });
-        if answered.is_err() {
-            let _ = helper.kill();
-        }
-        // It waits for the end of its input, so that the device lives until it is open here.
-        drop(helper.stdin.take());
-        if answered.is_ok() {
-            let _ = helper.wait();
-        }
-        answered
-    }
-
-    /// Detaches, or tells how many dirty bytes are left: then the device has no users any more, and
-    /// is detached by a later request.
-    fn detach(&mut self, name: &str, leave_dirty: bool) -> Result<Value> {
-        let found = self.devices.iter().position(|device| device.options.name == name);
-        let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
-        let at = found.ok_or_else(missing)?;
-        if let Some((file, path)) = &mut self.devices[at].looped {
-            let number =
-                path.to_string_lossy().trim_start_matches("/dev/loop").parse().unwrap_or(0);
-            // After an attempt that failed, it may have gone, and its number be another's.
-            let is_there = file.is_some()
-                || LoopDevice::names()?.contains(&(number, format!("burgeon/{name}")));
-            if is_there {
-                LoopDevice::is_unused(path)?;
-                if let Some(file) = file.take() {
-                    let (sender, receiver) = mpsc::channel();
-                    self.devices[at].flushed = Some(receiver);
-                    // Both the flush and the last close wait for the server.
-                    thread::spawn(move || {
-                        let _ = sender.send(file.sync_all());
-                    });
-                }
-                LoopDevice::wait_until_free(number, LOOP_MAX)?;
-            }
-            self.devices[at].looped = None;
-            self.devices[at].announced.unlink();
-            drop(burgeon_frontend::remove_unused_loops());
-        }
-        match if leave_dirty { Ok(0) } else { self.write_back(name) } {
-            Ok(0) => {}
-            Ok(left) => {
-                return Ok(json!({ "name": name, "is_detached": false, "dirty_bytes": left }));
-            }
-            Err(error) => {
-                let what = format!(
-                    "{name} stays attached, because not all of it can be written back: {error}; \
-                     `detach --leave-dirty` detaches it, and the cache keeps the rest"
-                );
-                return Err(Error::with_source(error.kind(), what, error));
-            }
-        }
-        // The server ends in order, with this device, and only then its claim.
-        self.stop_server();
-        let mut device = self.devices.remove(at);
-        let started = if self.devices.is_empty() { Ok(None) } else { self.start_server() };
-        // A failed start is tried again; a loss is told once, so it comes first.
-        let is_dirty = self.folder.dirty().iter().any(|(dirty, _)| dirty == name);
-        if is_dirty {
-            device.announced.stay_marked();
-        }
-        device.tell_loss()?;
-        started.map(|_| json!({ "name": name, "is_detached": true, "is_dirty": is_dirty }))
     }
 
     /// Remembers settings for the servers to come; the one that runs is asked by whoever asked
@@ -409,7 +268,7 @@ impl Supervisor {
         let what =
             || Error::new(ErrorKind::NotFound, format!("no device {} is attached", set.name));
         let device = found.ok_or_else(what)?;
-        if mode == Some(Mode::WriteBack) && !device.resends {
+        if mode == Some(Mode::WriteBack) && !device.front.resends() {
             return Err(Error::new(ErrorKind::UnsupportedFormat, NO_RESEND));
         }
         let options = &mut device.options;
@@ -455,7 +314,7 @@ impl Supervisor {
         let distrust = self.folder.distrust();
         let is_distrusted = distrust.exists();
         let warm = self.warm && !is_distrusted;
-        let is_in_use = self.devices.iter().any(|device| device.looped.is_some());
+        let is_in_use = self.devices.iter().any(|device| device.shown.is_some());
         let plan = Plan {
             cache: self.cache.path().to_owned(),
             cache_fd: self.cache.as_fd().as_raw_fd(),
@@ -479,7 +338,8 @@ impl Supervisor {
         let new = change.as_ref().and_then(Change::descriptor);
         let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter().chain(new);
         let devices = self.devices.iter().flat_map(|device| {
-            [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd(), device.counters.as_fd()]
+            let own = [device.slow.as_fd(), device.slots.fd(), device.counters.as_fd()];
+            own.into_iter().chain(device.front.descriptor())
         });
         let passed = Passed::new(inherited.chain(devices))?;
         let spawned =
@@ -505,6 +365,7 @@ impl Supervisor {
                     device.has_begun = true;
                     // The accepted loss has happened by now.
                     device.options.accept_loss = false;
+                    device.open_resumed();
                 }
                 Ok(changed)
             }
@@ -519,35 +380,33 @@ impl Supervisor {
 }
 
 impl Device {
+    /// Half detached, it has no device in front, and its claim was never interrupted.
+    fn is_in_use(&self) -> bool {
+        self.shown.is_some() || self.has_begun
+    }
+
     fn plan(&self) -> PlanDevice {
         PlanDevice {
             name: self.options.name.clone(),
             slow: self.slow.path().to_owned(),
             slow_fd: self.slow.as_fd().as_raw_fd(),
-            fuse_fd: self.fuse.as_raw_fd(),
+            front: self.front.plan(),
             slots_fd: self.slots.fd().as_raw_fd(),
             counters_fd: self.counters.as_raw_fd(),
             mode: self.options.mode.clone(),
             cutoff: self.options.cutoff,
             warm: self.warm,
-            // Half detached, it has no loop device, and its claim was never interrupted.
-            is_in_use: self.looped.is_some() || self.has_begun,
+            is_in_use: self.is_in_use(),
             accept_loss: self.options.accept_loss,
-            resends: self.resends,
+            resends: self.front.resends(),
         }
     }
 
     /// `LocalIo` if writes of this device, which is detached, were lost.
-    fn tell_loss(&self) -> Result<()> {
-        let flushed = self.flushed.as_ref().map_or(Ok(()), |flushed| match flushed.try_recv() {
-            Ok(flushed) => flushed,
-            Err(_) => Err(io::Error::other("the last flush did not end")),
-        });
+    fn tell_loss(&mut self) -> Result<()> {
+        let failed = self.flushed.as_mut().and_then(LastFlush::failed);
         let has_lost = Counts::shared(Arc::new(SharedCells::map(&self.counters)?)).has_lost();
-        let lost = match flushed {
-            Err(error) => Some(error),
-            Ok(()) => has_lost.then(|| io::Error::other("a flush has failed")),
-        };
+        let lost = failed.or_else(|| has_lost.then(|| io::Error::other("a flush has failed")));
         let what = || {
             format!(
                 "{} is detached, but {} may lack writes since the last flush that succeeded: check \
@@ -557,30 +416,5 @@ impl Device {
             )
         };
         lost.map_or(Ok(()), |error| Err(Error::io(what(), error)))
-    }
-}
-
-/// The mode that is served for one that is asked for, and why it is another.
-fn served(mode: Mode, resends: bool) -> (Mode, Option<&'static str>) {
-    match mode {
-        Mode::WriteBack if !resends => (Mode::WriteThrough, Some(NO_RESEND)),
-        mode => (mode, None),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use burgeon_accelerate::Mode;
-
-    use super::served;
-
-    #[test]
-    fn without_requests_that_are_sent_again_there_is_no_write_back() {
-        for (mode, _) in Mode::ALL {
-            assert_eq!(served(mode, true), (mode, None));
-            let (without, note) = served(mode, false);
-            assert_ne!(without, Mode::WriteBack);
-            assert_eq!(note.is_some(), mode == Mode::WriteBack);
-        }
     }
 }

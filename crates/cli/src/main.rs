@@ -75,6 +75,7 @@ const PROCESSES: &[(&str, usize, Main)] = &[
     }),
     ("__accelerate-serve", 0, |_| burgeon_accelerator::serve_process()),
     ("__accelerate-loop", 3, burgeon_accelerator::loop_process),
+    ("__accelerate-ublk", 2, burgeon_accelerator::ublk_process),
 ];
 
 fn first(arguments: &[OsString]) -> &Path {

@@ -1,5 +1,6 @@
-//! `mount --transport`: how the kernel reaches the data.
+//! `--transport` of `mount` and `accelerate attach`: how the kernel reaches the data.
 
+use burgeon_accelerator::control;
 use burgeon_daemon::protocol::TransportRequest;
 use clap::ValueEnum;
 
@@ -15,6 +16,16 @@ pub(crate) enum Transport {
 }
 
 impl From<Transport> for TransportRequest {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => Self::Auto,
+            Transport::Ublk => Self::Ublk,
+            Transport::Fuse => Self::Fuse,
+        }
+    }
+}
+
+impl From<Transport> for control::Transport {
     fn from(transport: Transport) -> Self {
         match transport {
             Transport::Auto => Self::Auto,

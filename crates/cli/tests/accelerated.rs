@@ -93,6 +93,11 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     let read_only = Slow::new(&image, &["-r"]);
     burgeon.fails(&attach(read_only.text()), 1, "read-only");
     drop(read_only);
+    if !testkit::ublk_expected() {
+        let over_ublk = [&attach(slow.text())[..], &["--transport".into(), "ublk".into()]].concat();
+        let done = burgeon.run(&over_ublk);
+        assert!(done.code != Some(0) && done.stderr.contains("modprobe ublk_drv"), "{done:#?}");
+    }
     burgeon.fails(&attach(space.folder().to_str().unwrap()), 1, "neither");
     burgeon.fails(&attach("/dev/no-such-device"), 3, "no-such-device");
     let write_back = [&attach(slow.text())[..], &["--mode".into(), "write-back".into()]].concat();

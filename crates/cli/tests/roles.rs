@@ -51,6 +51,7 @@ const ROWS: &[Row] = &[
     ("__accelerate-supervise", "supervising-cache", ALL),
     ("__accelerate-serve", "accelerating", ALL),
     ("__accelerate-loop", "looping", ALL),
+    ("__accelerate-ublk", "starting-ublk", ALL),
     ("__prepare", "preparing", &["landlock", "root"]),
     ("__prepare", "preparing-remote", &["landlock", "connect", "root"]),
     ("__read", "reading", &["landlock", "root"]),

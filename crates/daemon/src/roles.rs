@@ -283,6 +283,7 @@ pub const ROLES: &[Role] = &[
     Role { name: "supervising-cache", process: "__accelerate-supervise", sandbox: None },
     Role { name: "accelerating", process: "__accelerate-serve", sandbox: None },
     Role { name: "looping", process: "__accelerate-loop", sandbox: None },
+    Role { name: "starting-ublk", process: "__accelerate-ublk", sandbox: None },
     Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },
     Role {
         name: "serving",

@@ -70,6 +70,7 @@ const LISTS: [List; 6] = [
             ("burgeon-frontend", "btrfs"),
             ("burgeon-frontend", "virtual_area"),
             ("burgeon", "ublk"),
+            ("burgeon", "accelerated_ublk"),
         ],
         ..LIST
     },
@@ -110,7 +111,7 @@ const LISTS: [List; 6] = [
 /// runs, too, over FUSE and on its own kernel; and power cuts, which take long. Tests of the
 /// command make sure that they mount over ublk, or over FUSE. Left out are those that need the room
 /// or the programs of this machine, and those that depend on no kernel and no transport.
-const LONG_LISTS: [List; 5] = [
+const LONG_LISTS: [List; 6] = [
     List {
         name: "writes and refusals over ublk, on Linux 6.12",
         programs: &[
@@ -143,6 +144,16 @@ const LONG_LISTS: [List; 5] = [
     List {
         name: "power cuts below an accelerated device, on Linux 6.12",
         programs: &[("burgeon", "power_cuts")],
+        ..LIST
+    },
+    List {
+        name: "accelerated devices over ublk, on Linux 6.12",
+        programs: &[
+            ("burgeon", "accelerated"),
+            ("burgeon", "accelerated_changes"),
+            ("burgeon", "accelerated_sectors"),
+            ("burgeon", "written_back"),
+        ],
         ..LIST
     },
     List {

@@ -64,10 +64,11 @@ pub(crate) const QUICK: [&str; 57] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 107] = [
+const OTHERS: [&str; 108] = [
     "accelerated",
     "accelerated_changes",
     "accelerated_sectors",
+    "accelerated_ublk",
     "accelerated_units",
     "accelerated_verify",
     "archives",

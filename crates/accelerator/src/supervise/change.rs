@@ -125,7 +125,7 @@ impl Supervisor {
         }
     }
 
-    fn is_running(&mut self) -> bool {
+    pub(super) fn is_running(&mut self) -> bool {
         self.server.as_mut().is_some_and(|server| matches!(server.try_wait(), Ok(None)))
     }
 

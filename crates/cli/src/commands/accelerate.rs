@@ -39,7 +39,7 @@ use self::{
     settings::parse_cutoff,
 };
 use super::{Context, need_mount_privilege};
-use crate::{output::bytes, quantities::parse_size};
+use crate::{output::bytes, quantities::parse_size, transport::Transport};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -127,6 +127,9 @@ pub(crate) enum AccelerateCommand {
         /// Give up the dirty blocks of another device of this name
         #[arg(long)]
         accept_loss: bool,
+        /// The kernel's way to the new device
+        #[arg(long, value_enum, default_value_t = Transport::Auto)]
+        transport: Transport,
     },
     /// Show all caches and their devices
     Status {
@@ -221,13 +224,16 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
             sequential_cutoff: cutoff,
             trust_clean,
             accept_loss,
+            transport,
         } => {
             let name = match name {
                 Some(name) => name,
                 None => slow.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             };
             let slow = std::path::absolute(slow)?;
-            let attach = Attach { slow, name, mode, cutoff, policy, trust_clean, accept_loss };
+            let transport = transport.into();
+            let attach =
+                Attach { slow, name, mode, cutoff, policy, trust_clean, accept_loss, transport };
             run_attach(context, &cache_name, attach)
         }
         AccelerateCommand::Status { name } => show::status(context, name.as_deref()),
@@ -353,7 +359,7 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     folder.start_supervisor()?;
     let done = folder.ask_supervisor(&ControlRequest::Attach(attach))?;
     if let Some(note) = done["note"].as_str() {
-        eprintln!("note: {note}; the device is served in {}", text(&done["mode"]));
+        eprintln!("note: {note}");
     }
     tell(context, &done, |done| println!("{}", text(&done["device"])))
 }

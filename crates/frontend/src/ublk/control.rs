@@ -262,6 +262,12 @@ impl Control {
         match self.call(START_USER_RECOVERY, number, 0, &mut [0u8; 0]) {
             Ok(()) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(false),
+            // A server that took it over has died before its first queue was ready: the device is
+            // prepared already.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => match self.device(number)? {
+                Some(device) if device.waits => Ok(true),
+                _ => Err(cannot_take_over(number, e)),
+            },
             Err(e) => Err(cannot_take_over(number, e)),
         }
     }

@@ -34,6 +34,8 @@
 //! - The descriptor of `/dev/ublkcN` stays open until the last task has ended, so a successor
 //!   cannot take over while a task may still write into a request.
 //! - Stopping leaves requests that are not answered to a successor.
+//! - Nothing is read from a device before it has started: a server that dies earlier would leave
+//!   the reader waiting for ever.
 
 mod control;
 mod driver;
@@ -54,6 +56,7 @@ use std::{
 };
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result, WritableDevice};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 pub use self::{
     control::{Control, Queues, UblkDevice, block_path, numbers},
@@ -174,6 +177,7 @@ fn try_to_start<D: BlockDevice, A: Changes<D>>(
         let thread = thread::Builder::new()
             .name("ublk-queue".into())
             .spawn(move || {
+                leave_partitions_alone();
                 match Queue::new(number_of_queue, description.depth, shared.clone(), engine) {
                     Ok(queue) => {
                         let _ = ready.send(Ok(()));
@@ -198,6 +202,18 @@ fn try_to_start<D: BlockDevice, A: Changes<D>>(
         driver.with(|control| control.end_recovery(number, opener))?;
     }
     Ok(server)
+}
+
+/// Gives up CAP_SYS_ADMIN in this thread, which then serves a queue. The kernel reads the partition
+/// table of a device whose queues have it within its start: a server that dies then would stop that
+/// for ever.
+fn leave_partitions_alone() {
+    let Ok(mut sets) = capabilities(None) else { return };
+    for set in [&mut sets.effective, &mut sets.permitted, &mut sets.inheritable] {
+        set.remove(CapabilitySet::SYS_ADMIN);
+    }
+    // A sandbox that forbids it has taken the capability already.
+    let _ = set_capabilities(None, sets);
 }
 
 /// Waits until the kernel has closed the files of a dead server. Every try is a command of its own,
@@ -225,20 +241,33 @@ impl UblkServer {
     pub fn ended(&self) -> impl Future<Output = End> + Send + 'static {
         self.shared.life.ended()
     }
-}
 
-impl Drop for UblkServer {
-    fn drop(&mut self) {
+    /// Takes no more requests, and waits up to `drain` for those in work: when this returns, none
+    /// of them changes the device any more, unless it takes still longer. The kernel issues them
+    /// again to a successor. Blocks; not for a thread of the runtime that runs the misses.
+    pub fn stop(mut self, drain: Duration) {
+        self.halt(drain);
+    }
+
+    fn halt(&mut self, drain: Duration) {
         let life = &self.shared.life;
         life.end(End::Stopped);
         life.stop();
         self.shared.mailboxes.iter().for_each(Mailbox::ring);
-        life.cancel();
+        if drain.is_zero() {
+            life.cancel();
+        }
         for thread in self.threads.drain(..) {
             // A panic outside the device's code would be a bug here; its requests are reissued.
             let _ = thread.join();
         }
-        life.drain(Duration::ZERO);
+        life.drain(drain);
+    }
+}
+
+impl Drop for UblkServer {
+    fn drop(&mut self) {
+        self.halt(Duration::ZERO);
     }
 }
 
