@@ -34,8 +34,8 @@ pub(crate) struct Announced {
 impl Announced {
     /// Marks the slow device of the device `name`.
     pub(crate) fn begin(name: &str, slow: &Disk) -> Self {
-        let numbers = slow.numbers().map(|(major, minor)| format!("{major}:{minor}"));
-        if let Some(numbers) = &numbers {
+        let this = Self::of(name, slow);
+        if let Some(numbers) = &this.slow {
             let mark = Path::new(MARKS).join(numbers);
             let made = fs::create_dir_all(MARKS).and_then(|()| fs::write(mark, name));
             if let Err(error) = made {
@@ -43,7 +43,13 @@ impl Announced {
             }
             tell_udev(numbers);
         }
-        Self { link: Path::new(LINKS).join(name), slow: numbers, stays_marked: false }
+        this
+    }
+
+    /// Those of the device `name` that a supervisor has made, which is dead.
+    pub(crate) fn of(name: &str, slow: &Disk) -> Self {
+        let slow = slow.numbers().map(|(major, minor)| format!("{major}:{minor}"));
+        Self { link: Path::new(LINKS).join(name), slow, stays_marked: false }
     }
 
     /// Points the link to the device at `path`.

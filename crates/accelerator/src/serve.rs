@@ -44,6 +44,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use self::front::FrontServer;
 use crate::{
+    announced::Announced,
     control::{ControlAnswer, ControlRequest, Set, answer, receive, send},
     device::Served,
     dirty::{DirtyOwner, Owners},
@@ -284,8 +285,22 @@ impl Serving {
                 let _ = device.cached.set_mode(Mode::WriteThrough);
             }
             serving.tidy(true);
+            if serving.is_orphan.load(SeqCst) {
+                serving.withdraw();
+            }
         });
         ExitCode::SUCCESS
+    }
+
+    /// Takes away what the dead supervisor has announced: the links would lead to devices of
+    /// others.
+    fn withdraw(&self) {
+        for device in &self.devices {
+            let mut announced = Announced::of(device.cached.name(), device.cached.slow());
+            if device.cached.is_dirty() {
+                announced.stay_marked();
+            }
+        }
     }
 
     /// Ends write-back.
