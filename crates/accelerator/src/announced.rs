@@ -4,6 +4,7 @@
 //!   /dev/burgeon/NAME ─► /dev/loopN
 //!   /run/burgeon-accelerated/MAJOR:MINOR    the slow device has a cache: dist/65-burgeon.rules tells systemd
 //!                                           that it is not ready, and takes its links by UUID and label away
+//!                    front-MAJOR:MINOR      the device in front: the rule gives it these links, also over ublk
 //! ```
 //!
 //! The slow device and the device in front of it hold one file system with one UUID. Whoever mounts
@@ -14,14 +15,18 @@
 
 use std::{
     fs, io,
-    os::unix::fs::symlink,
+    os::unix::fs::{MetadataExt, symlink},
     path::{Path, PathBuf},
 };
+
+use rustix::fs::{major, minor};
 
 use crate::disk::Disk;
 
 const LINKS: &str = "/dev/burgeon";
 const MARKS: &str = "/run/burgeon-accelerated";
+/// The begin of the name of a device in front.
+const FRONT: &str = "front-";
 
 /// The link and the mark of a device; both go with it.
 pub(crate) struct Announced {
@@ -56,12 +61,37 @@ impl Announced {
     pub(crate) fn link_to(&self, path: &Path) -> io::Result<()> {
         fs::create_dir_all(LINKS)?;
         self.unlink();
-        symlink(path, &self.link)
+        symlink(path, &self.link)?;
+        self.mark_front(path);
+        Ok(())
     }
 
-    /// Removes the link.
+    /// Marks the device in front, which udev may have looked at already.
+    fn mark_front(&self, path: &Path) {
+        let Ok(front) = fs::metadata(path).map(|found| found.rdev()) else { return };
+        let numbers = format!("{}:{}", major(front), minor(front));
+        let mark = Path::new(MARKS).join(format!("{FRONT}{numbers}"));
+        let made = fs::create_dir_all(MARKS).and_then(|()| fs::write(mark, self.name()));
+        if let Err(error) = made {
+            tracing::warn!(link = ?self.link, %error, "udev is not told of the device in front");
+        }
+        tell_udev(&numbers);
+    }
+
+    fn name(&self) -> &[u8] {
+        self.link.file_name().unwrap_or_default().as_encoded_bytes()
+    }
+
+    /// Removes the link, and the mark of the device that it leads to.
     pub(crate) fn unlink(&self) {
         let _ = fs::remove_file(&self.link);
+        let fronts = fs::read_dir(MARKS).into_iter().flatten().flatten().filter(|mark| {
+            let is_front = mark.file_name().as_encoded_bytes().starts_with(FRONT.as_bytes());
+            is_front && fs::read(mark.path()).is_ok_and(|name| name == self.name())
+        });
+        fronts.for_each(|mark| drop(fs::remove_file(mark.path())));
+        // Only if it was the last one.
+        let _ = fs::remove_dir(MARKS);
     }
 
     /// The link's path.

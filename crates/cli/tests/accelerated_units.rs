@@ -65,6 +65,14 @@ fn a_file_system_is_mounted_from_the_device_in_front() {
     await_that("systemd may use it", || is_ready(&device));
     await_that("the unit has ended", || units().is_empty());
 
+    // udev gives a ublk device no link by itself.
+    run("burgeon", &[&attach[..], &["--transport", "ublk"]].concat());
+    let over_ublk = fs::canonicalize("/dev/burgeon/data").unwrap();
+    assert!(over_ublk.starts_with("/dev") && over_ublk != front, "{over_ublk:?}");
+    await_that("the link leads to the ublk device", || by_uuid().as_ref() == Some(&over_ublk));
+    run("burgeon", &["accelerate", "detach", "data"]);
+    await_that("the slow device is back", || by_uuid() == Some(PathBuf::from(&device)));
+
     // Detached with newer content in the cache, it stays out of reach.
     run("burgeon", &["accelerate", "destroy", "fast"]);
     let create = ["accelerate", "create", "fast", "--cache", &cache, "--log-size", "8M"];
