@@ -292,10 +292,10 @@ impl Serving {
         ExitCode::SUCCESS
     }
 
-    /// Takes away what the dead supervisor has announced: the links would lead to devices of
-    /// others.
+    /// Takes away what the dead supervisor has announced of devices that have ended: the links
+    /// would lead to devices of others.
     fn withdraw(&self) {
-        for device in &self.devices {
+        for device in self.devices.iter().filter(|device| device.front.has_ended()) {
             let mut announced = Announced::of(device.cached.name(), device.cached.slow());
             if device.cached.is_dirty() {
                 announced.stay_marked();

@@ -10,7 +10,8 @@ use std::{
 use serde_json::Value;
 
 use crate::{
-    Mounted, PATIENCE, Space, kill, loop_devices, processes_with, ublk_devices, wait_until,
+    Mounted, PATIENCE, Space, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
+    wait_until,
 };
 
 /// One installation: the program, its state directory, its daemon.
@@ -130,6 +131,10 @@ impl Burgeon {
         command.env("BURGEON_CONFIG", "none");
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null());
+        let has = |word: &str| arguments.iter().any(|argument| argument.as_ref() == word);
+        if has("accelerate") && has("attach") && !has("--transport") && ublk_expected() {
+            command.args(["--transport", "ublk"]);
+        }
         command
     }
 

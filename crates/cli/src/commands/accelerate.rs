@@ -128,7 +128,7 @@ pub(crate) enum AccelerateCommand {
         #[arg(long)]
         accept_loss: bool,
         /// The kernel's way to the new device
-        #[arg(long, value_enum, default_value_t = Transport::Auto)]
+        #[arg(long, value_enum, default_value_t = Transport::Fuse)]
         transport: Transport,
     },
     /// Show all caches and their devices
