@@ -293,6 +293,8 @@ fn nothing_is_left_of_a_difference_that_fails() {
     assert!(wait_until(PATIENCE, || !is_written(&node)), "{}", log(&node));
     assert!(wait_until(PATIENCE, || log(&node).contains("it was cancelled")), "{}", log(&node));
     assert_eq!(blobs(&node), before);
+    let has_lease = || node.ctr(&["leases", "ls"]).unwrap().contains("burgeon-diff-");
+    assert!(wait_until(PATIENCE, || !has_lease()), "a lease is left");
     // containerd dies: a lease keeps what it has, and ends.
     let mut child = begun(&node);
     node.start_containerd();

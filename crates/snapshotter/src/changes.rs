@@ -128,10 +128,12 @@ impl<W: Write> Walk<'_, W> {
             return Err(io::Error::other(what));
         }
         let mut left = names(&now)?;
+        // Also below an opaque folder, where it could be a renamed one.
+        let is_opaque = self.is_overlay && !self.levels.is_empty() && is_opaque(&now)?;
         // An overlay says itself what was removed, unless it hides all of the folder below, and
         // then also all folders in that. The root cannot be hidden.
         let hides = match self.levels.last() {
-            Some(above) if self.is_overlay => above.hides || is_opaque(&now)?,
+            Some(above) if self.is_overlay => above.hides || is_opaque,
             Some(_) => true,
             None => !self.is_overlay,
         };
@@ -148,7 +150,8 @@ impl<W: Write> Walk<'_, W> {
     fn look(&mut self, name: &CString) -> io::Result<()> {
         let Some(level) = self.levels.last() else { return Ok(()) };
         let before = level.before.find(name)?;
-        // A device 0, 0 is a whiteout; overlayfs lets no container make one.
+        // A device 0, 0 is a whiteout. No container above overlayfs can make one; one that a native
+        // container made in place of a file counts as its removal.
         let now = stat(&level.now, name)?.filter(|now| !is_whiteout(now));
         let Some(now) = now else {
             return match before {
@@ -249,5 +252,36 @@ pub(crate) fn check(stop: &AtomicBool) -> io::Result<()> {
     match stop.load(Ordering::Relaxed) {
         true => Err(io::Error::other("it was cancelled")),
         false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io, sync::atomic::AtomicBool};
+
+    use rustix::fs::{XattrFlags, setxattr};
+
+    use super::Trees;
+
+    /// Needs root, as the attributes of overlayfs do.
+    #[test]
+    fn a_renamed_folder_below_an_opaque_one_is_not_understood() {
+        let folder = tempfile::tempdir().unwrap();
+        let (upper, lower) = (folder.path().join("upper"), folder.path().join("lower"));
+        fs::create_dir_all(upper.join("new/moved")).unwrap();
+        fs::create_dir_all(lower.join("old")).unwrap();
+        fs::write(lower.join("old/file"), "its data lies below").unwrap();
+        let set = |name: &str, attribute: &str, value: &[u8]| {
+            setxattr(upper.join(name), attribute, value, XattrFlags::empty()).unwrap();
+        };
+        let write = || -> io::Result<usize> {
+            let trees = Trees::overlay(&upper, &[&lower]).unwrap();
+            let stop = AtomicBool::new(false);
+            Ok(trees.write(Vec::new(), None, &|_, _| false, &stop)?.len())
+        };
+        set("new", "trusted.overlay.opaque", b"y");
+        assert!(write().unwrap() > 1024);
+        set("new/moved", "trusted.overlay.redirect", b"/old");
+        assert_eq!(write().unwrap_err().kind(), io::ErrorKind::Unsupported);
     }
 }

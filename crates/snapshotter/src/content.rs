@@ -40,8 +40,11 @@ use crate::{
 
 /// The longest wait for an answer of containerd: its disk may be slow.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
-/// The time that a blob is kept for its client, which is to refer to it.
-const LEASE_TIME: Duration = Duration::from_secs(60 * 60);
+/// The same for the answer to a commit, before which the whole blob becomes durable.
+const COMMIT_TIME: Duration = Duration::from_secs(60 * 60);
+/// The time that a blob is written, and then kept for its client, which is to refer to it: that of
+/// containerd's own leases.
+const LEASE_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 /// The longest answer, in bytes.
 const ANSWER_MAX: usize = 16 << 20;
 /// The label with the digest of the unpacked bytes.
@@ -56,6 +59,8 @@ pub(crate) struct Containerd {
     grpc: Grpc<Channel>,
     namespace: AsciiMetadataValue,
     lease: Option<AsciiMetadataValue>,
+    /// The lease is not the client's.
+    has_own_lease: bool,
     driver: JoinHandle<()>,
 }
 
@@ -85,11 +90,18 @@ impl tower_service::Service<http::Request<Body>> for Channel {
 
 /// Waits for containerd.
 async fn within<T>(what: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    within_time(ANSWER_TIME, what).await
+}
+
+async fn within_time<T>(
+    time: Duration,
+    what: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
     let late = |_| {
-        let seconds = ANSWER_TIME.as_secs();
+        let seconds = time.as_secs();
         Status::unavailable(format!("containerd did not answer within {seconds} s"))
     };
-    timeout(ANSWER_TIME, what).await.map_err(late)?
+    timeout(time, what).await.map_err(late)?
 }
 
 impl Containerd {
@@ -121,7 +133,7 @@ impl Containerd {
         });
         let origin = http::Uri::from_static("http://containerd");
         let grpc = Grpc::with_origin(Channel(sender), origin).max_decoding_message_size(ANSWER_MAX);
-        Ok(Self { grpc, namespace, lease: None, driver })
+        Ok(Self { grpc, namespace, lease: None, has_own_lease: false, driver })
     }
 
     fn request<M>(&self, message: M) -> Request<M> {
@@ -160,11 +172,20 @@ impl Containerd {
             let labels = HashMap::from([(EXPIRE.to_owned(), end)]);
             let request = LeaseRequest { id: name.to_owned(), labels };
             self.call::<_, Empty>(LEASES, "Create", request).await?;
+            self.has_own_lease = true;
         }
         let own = || AsciiMetadataValue::try_from(name);
         let invalid = |_| Status::internal("the name of a lease is no text");
         self.lease = Some(lease.map_or_else(own, Ok).map_err(invalid)?);
         Ok(())
+    }
+
+    /// Removes its own lease, and all that it alone keeps.
+    pub(crate) async fn release(&mut self) -> Result<(), Status> {
+        let Some(lease) = self.lease.take().filter(|_| self.has_own_lease) else { return Ok(()) };
+        let id = lease.to_str().unwrap_or_default().to_owned();
+        let request = LeaseRequest { id, ..LeaseRequest::default() };
+        self.call::<_, Empty>(LEASES, "Delete", request).await.map(drop)
     }
 
     /// Begins to write a blob.
@@ -255,7 +276,8 @@ pub(crate) struct Ingest {
 
 impl Ingest {
     async fn exchange(&mut self, request: WriteRequest) -> Result<WriteResponse, Status> {
-        within(async {
+        let is_commit = request.action == WriteAction::Commit as i32;
+        within_time(if is_commit { COMMIT_TIME } else { ANSWER_TIME }, async {
             // If containerd has ended the call, its answer says why.
             let _ = self.requests.send(request).await;
             self.answers.message().await?.ok_or_else(ended)

@@ -177,10 +177,16 @@ impl Differ {
                 Status::unimplemented("the snapshotter does not reach the content store")
             })?;
             let written = self.upload(&mut containerd, &mut call, found, stop).await;
-            if let Err(status) = &written
-                && status.code() != Code::Unimplemented
-            {
-                tracing::error!(%status, "a difference failed");
+            if let Err(status) = &written {
+                match status.code() {
+                    Code::Unimplemented => {
+                        tracing::info!(why = status.message(), "containerd's own differ is used");
+                    }
+                    _ => tracing::error!(%status, "a difference failed"),
+                }
+                if let Err(error) = containerd.release().await {
+                    tracing::warn!(%error, "a lease stays until it ends");
+                }
             }
             written
         });
@@ -284,11 +290,11 @@ fn produce(
         chunks.send()?;
         Ok(Blob { digest, size, unpacked })
     };
-    let names: Vec<_> = found.used.iter().map(|one| one.name.clone()).take(1).collect();
+    let name = found.used.first().map_or_else(String::new, |one| one.name.clone());
     let failed = |e: io::Error| match e.kind() {
         io::ErrorKind::Unsupported => Failure::Unsupported(e.to_string()),
         _ => {
-            let what = format!("cannot compare {names:?} with its parent");
+            let what = format!("cannot compare the snapshot {name:?} with its parent");
             Failure::Call(Error::io(what, e).into())
         }
     };

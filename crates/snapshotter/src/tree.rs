@@ -12,8 +12,8 @@ use std::{
 
 use rustix::{
     fs::{
-        AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fgetxattr, lgetxattr, openat2,
-        statat,
+        AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fgetxattr, fstat, lgetxattr,
+        openat2, statat,
     },
     io::Errno,
 };
@@ -85,12 +85,13 @@ pub(crate) fn open_folder(parent: &OwnedFd, name: &CStr) -> rustix::io::Result<O
 
 /// Opens a regular file for reading.
 pub(crate) fn open_file(folder: &OwnedFd, name: &CStr) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = File::from(openat2(folder, name, flags, Mode::empty(), RESOLVE)?);
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::other("a file was replaced while it was copied")),
+    // A container may put a device of the host there meanwhile: opening that could have an effect.
+    let path = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = openat2(folder, name, path, Mode::empty(), RESOLVE)?;
+    if kind(&fstat(&found)?) != FileType::RegularFile {
+        return Err(io::Error::other("a file was replaced while it was copied"));
     }
+    File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
 }
 
 /// A path for calls that take no descriptor of the folder.
