@@ -112,7 +112,7 @@ impl Supervisor {
                 // A server that has died meanwhile is not needed any more.
                 Ok(()) => {
                     (entry.reconnect, entry.lost) = (None, false);
-                    entry.record.plain = true;
+                    (entry.record.plain, entry.is_noting) = (true, true);
                     entry.fuse = None;
                     false
                 }
@@ -131,6 +131,9 @@ impl Supervisor {
         // Without the record the next supervisor would serve the mount again.
         let noted = self.update(id, |record| record.plain = true);
         tracing::info!(mount = %id, "let go: its data is a plain file");
+        if noted.is_ok() {
+            self.table().mounts.entry(id).and_modify(|entry| entry.is_noting = false);
+        }
         // Watched until its end (`watch.rs`).
         self.changed.notify_all();
         noted

@@ -88,6 +88,8 @@ pub(crate) struct MountEntry {
     pub(crate) ended: bool,
     /// A thread waits for the end of its devices, and then cleans up.
     pub(crate) releasing: bool,
+    /// It was let go, and no record says so yet.
+    pub(crate) is_noting: bool,
     /// The mount continues on a dead FUSE file, so the end of its new one means nothing.
     pub(crate) lost: bool,
     /// The time when its ublk device was stopped, after its last user.
@@ -127,6 +129,7 @@ impl MountEntry {
             handed_out: false,
             ended: false,
             releasing: false,
+            is_noting: false,
             lost: false,
             stopped: None,
             reconnect: None,
@@ -346,7 +349,7 @@ impl Table {
 
     /// The mounts that need the daemon: those that were let go do not.
     pub(crate) fn served(&self) -> impl Iterator<Item = &MountEntry> {
-        self.mounts.values().filter(|entry| !entry.record.plain)
+        self.mounts.values().filter(|entry| !entry.record.plain || entry.is_noting)
     }
 
     /// Connects the server with the opener, once both are there. An opener that does not take the
