@@ -45,9 +45,11 @@ pub(super) fn begin(state: StateDir) -> std::io::Result<()> {
     thread::Builder::new().name("restart".into()).spawn(looks_after).map(drop)
 }
 
-/// True if mounts are in use that nobody serves.
+/// True if mounts are in use that nobody serves, and that nobody has given up: a daemon that ends,
+/// also by `burgeon shutdown --force`, removes its socket.
 fn is_dead(state: &StateDir) -> bool {
-    matches!(Client::connect(state), Ok(None))
+    state.run().join("api.sock").exists()
+        && matches!(Client::connect(state), Ok(None))
         && mounts_without_daemon(state) > mounts_let_go(state).len()
         && !is_served_without_supervisor(state)
 }
