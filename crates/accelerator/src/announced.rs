@@ -21,7 +21,7 @@ use std::{
 
 use rustix::fs::{major, minor};
 
-use crate::disk::Disk;
+use crate::disk::{Disk, file_below};
 
 const LINKS: &str = "/dev/burgeon";
 const MARKS: &str = "/run/burgeon-accelerated";
@@ -114,6 +114,22 @@ impl Drop for Announced {
         let _ = fs::remove_dir(MARKS);
         tell_udev(&numbers);
     }
+}
+
+/// Removes the marks of the device `name`, of which nothing is in a cache alone any more. A loop
+/// device may be known by its file alone.
+pub(crate) fn withdraw(name: &str, slow: &Disk) {
+    let (own, origin) = (Announced::of(name, slow), slow.origin());
+    for mark in fs::read_dir(MARKS).into_iter().flatten().flatten() {
+        let numbers = mark.file_name().to_string_lossy().into_owned();
+        let is_of_file = file_below(&numbers).is_some_and(|file| file == origin);
+        if is_of_file && fs::read(mark.path()).is_ok_and(|known| known == name.as_bytes()) {
+            let _ = fs::remove_file(mark.path());
+            tell_udev(&numbers);
+        }
+    }
+    drop(own);
+    let _ = fs::remove_dir(MARKS);
 }
 
 /// Has udev look at the device once more. Without udev nobody listens.

@@ -103,15 +103,7 @@ impl Disk {
     pub(crate) fn origin(&self) -> PathBuf {
         let known = fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
         let Some((major, minor)) = self.numbers() else { return known };
-        let read = |what: &str| {
-            let text = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/loop/{what}"));
-            text.ok().map(|text| text.trim_end_matches('\n').to_owned())
-        };
-        match (read("backing_file"), read("offset").as_deref()) {
-            (Some(file), None | Some("0")) => file.into(),
-            (Some(file), Some(offset)) => format!("{file}, from byte {offset}").into(),
-            (None, _) => known,
-        }
+        file_below(&format!("{major}:{minor}")).unwrap_or(known)
     }
 
     /// Major and minor number of a block device.
@@ -188,6 +180,19 @@ fn is_read_only(device: u64) -> bool {
 fn serial_of(device: u64) -> Option<String> {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     serial_in(&PathBuf::from(format!("/sys/dev/block/{major}:{minor}")))
+}
+
+/// The file below the loop device with these numbers, and its offset in that.
+pub(crate) fn file_below(numbers: &str) -> Option<PathBuf> {
+    let read = |what: &str| {
+        let text = fs::read_to_string(format!("/sys/dev/block/{numbers}/loop/{what}")).ok()?;
+        Some(text.trim_end_matches('\n').to_owned())
+    };
+    let file = read("backing_file")?;
+    Some(match read("offset").as_deref() {
+        None | Some("0") => file.into(),
+        Some(offset) => format!("{file}, from byte {offset}").into(),
+    })
 }
 
 /// Stands between the serial number of a disk and the number of a partition.

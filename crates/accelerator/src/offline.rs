@@ -16,6 +16,7 @@ use burgeon_accelerate::{
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 
 use crate::{
+    announced::withdraw,
     dirty::{Owners, record_distrust, refuse_elsewhere},
     disk::Disk,
     folder::CacheFolder,
@@ -62,6 +63,8 @@ pub fn flush(folder: &CacheFolder, name: &str) -> Result<u64> {
     cached.tidy()?;
     if cached.is_settled() {
         owners.remove(name);
+        // It may be used again.
+        withdraw(name, cached.slow());
     }
     Ok(bytes)
 }

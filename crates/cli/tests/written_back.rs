@@ -218,8 +218,14 @@ fn flushed_writes_survive_supervisor_and_server() {
     assert!(hash_of(&image) == before, "--leave-dirty writes back");
     assert!(burgeon.ok(&["accelerate", "status"]).contains("back-dead IS NOT ATTACHED"));
     // Without serving it, and not twice.
+    let marks = || {
+        let marks = fs::read_dir("/run/burgeon-accelerated").into_iter().flatten().flatten();
+        marks.filter(|mark| fs::read(mark.path()).is_ok_and(|name| name == b"back-dead")).count()
+    };
+    assert!(marks() > 0, "udev is not told that the slow device lacks content");
     let offline = ["accelerate", "flush", "back-dead", "--offline"];
     burgeon.ok(&offline);
+    assert_eq!(marks(), 0, "the slow device stays hidden");
     assert!(hash_of(&image) == seen, "the slow device differs");
     burgeon.fails(&offline, 3, "no cache has dirty blocks");
     assert!(!burgeon.ok(&["accelerate", "status"]).contains("NOT ATTACHED"));
