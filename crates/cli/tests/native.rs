@@ -59,6 +59,11 @@ fn a_native_container_changes_lasts_and_goes_as_on_overlayfs() {
     // Without a command or systemd, the snapshotter alone starts a dead daemon again.
     burgeon.kill_both();
     assert!(wait_until(PATIENCE, || burgeon.run(&["health"]).code == Some(0)));
+    // A killed server forgets chunks that it has just cached: this fetches them again, while the
+    // registry is there.
+    testkit::drop_caches();
+    let (lines, _) = node.diff("burgeon", "burgeon");
+    assert!(diffs[1].0.iter().all(|line| lines.contains(line)), "{lines:?}");
     let view = |node: &Node<'_>, name: &str| {
         let target = space.make_folder("view");
         let mounts =
