@@ -25,6 +25,8 @@ use crate::disk::{Disk, file_below};
 
 const LINKS: &str = "/dev/burgeon";
 const MARKS: &str = "/run/burgeon-accelerated";
+/// Attempts to make a mark while others remove their folder.
+const MARK_TRIES: usize = 10;
 /// The begin of the name of a device in front.
 const FRONT: &str = "front-";
 
@@ -41,12 +43,7 @@ impl Announced {
     pub(crate) fn begin(name: &str, slow: &Disk) -> Self {
         let this = Self::of(name, slow);
         if let Some(numbers) = &this.slow {
-            let mark = Path::new(MARKS).join(numbers);
-            let made = fs::create_dir_all(MARKS).and_then(|()| fs::write(mark, name));
-            if let Err(error) = made {
-                tracing::warn!(device = name, %error, "udev is not told that the slow device has a cache");
-            }
-            tell_udev(numbers);
+            this.mark(numbers, numbers);
         }
         this
     }
@@ -70,12 +67,22 @@ impl Announced {
     fn mark_front(&self, path: &Path) {
         let Ok(front) = fs::metadata(path).map(|found| found.rdev()) else { return };
         let numbers = format!("{}:{}", major(front), minor(front));
-        let mark = Path::new(MARKS).join(format!("{FRONT}{numbers}"));
-        let made = fs::create_dir_all(MARKS).and_then(|()| fs::write(mark, self.name()));
-        if let Err(error) = made {
-            tracing::warn!(link = ?self.link, %error, "udev is not told of the device in front");
+        self.mark(&format!("{FRONT}{numbers}"), &numbers);
+    }
+
+    /// Makes a mark about the device with these numbers, and has udev see it.
+    fn mark(&self, mark: &str, numbers: &str) {
+        let make = || {
+            fs::create_dir_all(MARKS)?;
+            fs::write(Path::new(MARKS).join(mark), self.name())
+        };
+        // The end of another device may have removed the empty folder in between.
+        let is_gone = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
+        let made = (0..MARK_TRIES).map(|_| make()).find(|made| !made.as_ref().is_err_and(is_gone));
+        if let Some(Err(error)) = made {
+            tracing::warn!(link = ?self.link, mark, %error, "udev is not told of the device");
         }
-        tell_udev(&numbers);
+        tell_udev(numbers);
     }
 
     fn name(&self) -> &[u8] {
