@@ -125,7 +125,7 @@ pub struct Attach {
     pub trust_clean: bool,
     /// Dirty blocks of another device of this name are given up.
     pub accept_loss: bool,
-    /// Earlier versions have one.
+    /// Commands of earlier versions do not name it: it is FUSE.
     #[serde(default)]
     pub transport: Transport,
 }
@@ -135,11 +135,11 @@ pub struct Attach {
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
     /// ublk if the kernel has it, else FUSE.
-    #[default]
     Auto,
     /// ublk, or an error.
     Ublk,
     /// A FUSE file and a loop device.
+    #[default]
     Fuse,
 }
 
