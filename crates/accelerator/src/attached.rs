@@ -11,7 +11,11 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    control::Attach, durable::put_durably, folder::CacheFolder, writing_back::WriteBackSettings,
+    control::Attach,
+    durable::put_durably,
+    folder::CacheFolder,
+    front::{known_device, owner_of},
+    writing_back::WriteBackSettings,
 };
 
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
@@ -61,6 +65,27 @@ impl Attached {
     /// Nothing is attached any more.
     pub(crate) fn forget(folder: &CacheFolder) {
         let _ = fs::remove_file(folder.attached());
+    }
+}
+
+impl CacheFolder {
+    /// `Unavailable` if a device waits for a supervisor: with the records of its cache, its users
+    /// would wait for ever.
+    pub fn refuse_waiting(&self) -> Result<()> {
+        let known = Attached::read(self).into_iter().flat_map(|known| known.devices);
+        for device in known {
+            let Some(number) = device.ublk else { continue };
+            let (name, cache) = (&device.options.name, self.name());
+            if known_device(number, owner_of(self, name))? {
+                let what = format!(
+                    "the device {name} of the cache {cache} waits for its processes, which died: attach it \
+                     again, and detach it (`burgeon accelerate attach {cache} {} --name {name}`)",
+                    device.options.slow.display()
+                );
+                return Err(Error::new(ErrorKind::Unavailable, what));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -23,8 +23,8 @@ use burgeon_block::Pages;
 use rustix::fs::OFlags;
 use serde_json::Value;
 use slow::{
-    Ends, MIB, PROGRAM, Slow, content, counter, file_of, is_dirty, mount, read_files, run,
-    server_of, status,
+    Ends, MIB, PROGRAM, Slow, content, counter, file_of, is_dirty, kill_all, mount, read_files,
+    replace_server, run, server_of, status,
 };
 use testkit::{Burgeon, PATIENCE, Rng, Space, kill, processes_with, ublk_devices, wait_until};
 
@@ -53,15 +53,6 @@ fn device_of(document: &Value) -> PathBuf {
     let device = document["device"].as_str().unwrap();
     assert!(device.starts_with("/dev/ublkb"), "{device}");
     device.into()
-}
-
-/// Kills all processes of the cache together.
-fn kill_all(burgeon: &Burgeon) {
-    let server = server_of(burgeon).unwrap();
-    // Stopped first, so that the server is not without its supervisor for a moment.
-    run(Command::new("kill").args(["-STOP", &server.to_string()]));
-    let others = processes_with(&burgeon.state().join("accelerate"));
-    others.into_iter().chain([server]).for_each(kill);
 }
 
 /// Readers and writers wait until the next attachment, which takes the device over. Nothing is
@@ -98,6 +89,7 @@ fn an_xfs_in_write_back_goes_on_after_the_death_of_all_processes() {
             assert!(wait_until(PATIENCE, goes_on), "round {round}: nothing is written any more");
             kill_all(&burgeon);
             assert!(burgeon.ok(&["accelerate", "status"]).contains("ublk-dead"));
+            burgeon.fails(&["accelerate", "destroy", "fast", "--accept-loss"], 5, "waits");
             let again = attached(&burgeon, slow.text(), "ublk-dead", "write-back");
             assert_eq!(device_of(&again), device, "it is another device");
             assert!(again["note"].as_str().unwrap().contains("had died"), "{again}");
@@ -149,7 +141,7 @@ fn a_server_without_its_supervisor_removes_its_device_after_the_last_umount() {
     let mounted = mount(&slow.path, &at);
     read_files(&at, &[0, 0]);
     drop(mounted);
-    // What it leaves of the device is removed by the next attachment.
+    // The next attachment removes the rest of the device.
     let again = attached(&burgeon, slow.text(), "ublk-orphan", "write-back");
     assert_eq!(ublk_devices().len(), 1, "{:?}", ublk_devices());
     assert!(device_of(&again).exists());
@@ -190,10 +182,7 @@ fn every_request_reaches_the_slow_device() {
         for step in 0..100 {
             change(&device, &mut rng, &mut model, &mut last);
             if step % 50 == 25 {
-                let server = server_of(&burgeon).unwrap();
-                kill(server);
-                let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
-                assert!(wait_until(PATIENCE, is_new), "no new server");
+                replace_server(&burgeon);
             }
         }
         assert!(counter(&burgeon, "flushes") > 0 && counter(&burgeon, "erased_bytes") > 0);
@@ -263,6 +252,7 @@ fn a_server_that_dies_during_an_attachment_leaves_nothing() {
     create(&burgeon, &space);
     // Another device keeps the supervisor.
     attached(&burgeon, first.text(), "ublk-first", "write-back");
+    let mut deaths = 0;
     for round in 0..3u64 {
         let before = server_of(&burgeon).unwrap();
         let done = thread::scope(|scope| {
@@ -277,7 +267,9 @@ fn a_server_that_dies_during_an_attachment_leaves_nothing() {
             assert!(found, "no server begins");
             // Another moment each time.
             thread::sleep(Duration::from_millis(round * 120));
-            current().into_iter().for_each(kill);
+            let current = current();
+            deaths += usize::from(current.is_some());
+            current.into_iter().for_each(kill);
             attaching.join().unwrap()
         });
         let answers = || server_of(&burgeon).is_some();
@@ -287,6 +279,7 @@ fn a_server_that_dies_during_an_attachment_leaves_nothing() {
         }
         assert_eq!(ublk_devices().len(), 1, "round {round}: {:?}: {done:#?}", ublk_devices());
     }
+    assert!(deaths > 0, "no server has died during an attachment");
     let device = device_of(&attached(&burgeon, slow.text(), "ublk-start", "write-back"));
     assert_eq!(fs::read(&device).unwrap().len() as u64, 16 * MIB);
     burgeon.ok(&["accelerate", "detach", "ublk-start"]);

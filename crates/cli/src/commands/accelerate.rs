@@ -390,6 +390,7 @@ fn destroy(context: &Context, name: &str, accept_loss: bool) -> Result<ExitCode>
         let what = format!("the cache {name} has attached devices: detach them first");
         return Err(Error::new(ErrorKind::Unavailable, what).into());
     }
+    folder.refuse_waiting()?;
     let known = folder.dirty();
     if let Some((dirty, _)) = known.first()
         && !accept_loss
