@@ -24,7 +24,7 @@ use crate::{
 pub struct Adopted {
     /// Bytes of the device; `None` if the cache is in use on this host, and was left alone.
     pub size: Option<u64>,
-    /// What only the cache has.
+    /// The blocks that only the cache has, by device.
     pub dirty: Vec<Dirty>,
 }
 

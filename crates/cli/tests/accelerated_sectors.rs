@@ -14,8 +14,8 @@ use std::{
 
 use burgeon_block::Pages;
 use rustix::fs::OFlags;
-use slow::{Ends, MIB, PROGRAM, Slow, run, server_of, status};
-use testkit::{Burgeon, PATIENCE, Rng, Space, kill, wait_until};
+use slow::{Ends, MIB, PROGRAM, Slow, replace_server, run, status};
+use testkit::{Burgeon, Rng, Space};
 
 const MODES: [&str; 3] = ["write-around", "write-through", "write-back"];
 /// Sectors of the longest request.
@@ -67,10 +67,7 @@ fn compared(of_slow: u64, of_cache: u64) {
         for step in 0..260 {
             request(&device, &mut rng, &mut model, of_slow);
             if step == 130 {
-                let server = server_of(&burgeon).unwrap();
-                kill(server);
-                let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
-                assert!(wait_until(PATIENCE, is_new), "no new server");
+                replace_server(&burgeon);
             }
         }
         assert_eq!(status(&burgeon)["caches"][0]["state"], "good");

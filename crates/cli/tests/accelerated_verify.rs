@@ -17,7 +17,9 @@ use std::{
     thread,
 };
 
-use slow::{Ends, MIB, PROGRAM, content, counter, file_of, mount, run, server_of, status};
+use slow::{
+    Ends, PROGRAM, await_writes, content, file_of, mount, replace_server, run, server_of, status,
+};
 use testkit::{Burgeon, Fio, Mounted, PATIENCE, Space, kill, processes_with, wait_until};
 
 fn rounds() -> u64 {
@@ -105,13 +107,6 @@ impl Machine<'_> {
         fs::read_link(Path::new("/dev/burgeon").join(&self.name)).unwrap()
     }
 
-    fn die(&self) {
-        let server = server_of(&self.burgeon).unwrap();
-        kill(server);
-        let is_new = || server_of(&self.burgeon).is_some_and(|new| new != server);
-        assert!(wait_until(PATIENCE, is_new), "no new server");
-    }
-
     /// fio reads each block back that it wrote, while servers die.
     fn run_fio(&self, space: &Space) {
         let options = [
@@ -129,10 +124,8 @@ impl Machine<'_> {
         for round in 0..rounds() {
             let file = self.at.join(format!("fio-{round}"));
             let running = Fio::new(&file, &options).start(&space.make_folder("fio")).unwrap();
-            let written = counter(&self.burgeon, "written_bytes");
-            let goes_on = || counter(&self.burgeon, "written_bytes") > written + MIB;
-            assert!(wait_until(PATIENCE, goes_on), "fio writes nothing");
-            self.die();
+            await_writes(&self.burgeon);
+            replace_server(&self.burgeon);
             Fio::finish(running).unwrap();
             fs::remove_file(file).unwrap();
         }

@@ -17,7 +17,7 @@ use testkit::{
     Burgeon, Mounted, OciLayout, PATIENCE, Registry, Rng, Space, compare, go_programs, wait_until,
 };
 
-use node::{Node, Pushed, SCRIPT, image, pods::PACKAGES, push_estargz_of};
+use node::{Node, Pushed, SCRIPT, image, pods::PACKAGES, push_estargz_of, without_plugins};
 
 mod node;
 
@@ -89,27 +89,21 @@ fn rich_image(space: &Space) -> OciLayout {
 /// The configuration of a containerd 2.x whose differs are these.
 fn configure(space: &Space, differs: &str) {
     let folder = space.folder().display();
-    let text = format!(
-        r#"
-version = 3
-root = "{folder}/containerd"
-state = "{folder}/containerd-state"
-disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
-[grpc]
-  address = "{folder}/c.sock"
-[ttrpc]
-  address = "{folder}/c.ttrpc"
-[proxy_plugins.burgeon]
-  type = "snapshot"
-  address = "{folder}/s.sock"
-[proxy_plugins.burgeon-diff]
+    let plugins = [
+        "io.containerd.grpc.v1.cri",
+        "io.containerd.cri.v1.images",
+        "io.containerd.cri.v1.runtime",
+    ];
+    let text = without_plugins(space, 3, &plugins);
+    let differs = format!(
+        r#"[proxy_plugins.burgeon-diff]
   type = "diff"
   address = "{folder}/s.sock"
 [plugins."io.containerd.service.v1.diff-service"]
   default = [{differs}]
 "#
     );
-    fs::write(space.path("containerd.toml"), text).unwrap();
+    fs::write(space.path("containerd.toml"), text + &differs).unwrap();
 }
 
 const OURS: &str = "\"burgeon-diff\", \"walking\"";

@@ -26,10 +26,10 @@ use std::{
 
 use agent::{GENERIC, Resource, SUCCESS};
 use slow::{
-    Ends, MIB, PROGRAM, Slow, counter, file_of, hash_of, is_dirty, kill_all, mount, read_files,
-    run, server_of, status, write_files,
+    Ends, MIB, PROGRAM, Slow, await_writes, file_of, hash_of, is_dirty, kill_all, mount,
+    read_files, replace_server, run, status, write_files,
 };
-use testkit::{Burgeon, PATIENCE, Space, kill, wait_until};
+use testkit::{Burgeon, PATIENCE, Space, wait_until};
 
 /// One of its own for the whole test, with nothing but the loopback device.
 struct Ceph {
@@ -155,13 +155,8 @@ fn survives(space: &Space, ceph: &Ceph, mode: &str) {
     let versions = thread::scope(|scope| {
         let writer = scope.spawn(|| write_files(&at, &stop));
         for _ in 0..4 {
-            let written = counter(&burgeon, "written_bytes");
-            let goes_on = || counter(&burgeon, "written_bytes") > written + MIB;
-            assert!(wait_until(PATIENCE, goes_on), "nothing is written any more");
-            let server = server_of(&burgeon).unwrap();
-            kill(server);
-            let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
-            assert!(wait_until(PATIENCE, is_new), "no new server");
+            await_writes(&burgeon);
+            replace_server(&burgeon);
         }
         stop.store(true, SeqCst);
         writer.join().unwrap()
@@ -231,7 +226,7 @@ fn a_blocklisted_client_writes_no_more_and_its_dirty_blocks_go_elsewhere() {
     let client = watchers.split("watcher=").nth(1).unwrap().split_whitespace().next().unwrap();
     ceph.ask("ceph", &["osd", "blocklist", "add", client]);
 
-    // What is dirty is served, and stays: a flush of the slow device's content fails.
+    // Dirty blocks are served, and stay: a flush of the slow device's content fails.
     let flush = first.run(&["accelerate", "flush", "rbd-blocklist"]);
     assert_ne!(flush.code, Some(0), "{flush:?}");
     let mut read = vec![0; MIB as usize];

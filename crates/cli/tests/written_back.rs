@@ -18,8 +18,8 @@ use std::{
 use burgeon_accelerator::{control::ControlRequest, folder::CacheFolder};
 use serde_json::Value;
 use slow::{
-    Ends, MIB, PROGRAM, Slow, content, file_of, hash_of, is_dirty, mount, read_files, run,
-    server_of, status, survives_its_server,
+    Ends, MIB, PROGRAM, Slow, content, file_of, hash_of, is_dirty, kill_all, mount, read_files,
+    replace_server, run, server_of, status, survives_its_server,
 };
 use testkit::{Burgeon, Mounted, PATIENCE, Space, kill, processes_with, wait_until};
 
@@ -171,11 +171,7 @@ fn flushed_writes_survive_supervisor_and_server() {
     assert!(is_dirty(&burgeon) && hash_of(&image) == before, "it is written back already");
     let text = burgeon.ok(&["accelerate", "status"]);
     assert!(text.contains(" dirty since "), "{text}");
-    let supervisor = processes_with(&burgeon.state().join("accelerate"));
-    // Stopped first, so that the server is not without its supervisor for a moment.
-    let server = server_of(&burgeon).unwrap();
-    run(Command::new("kill").args(["-STOP", &server.to_string()]));
-    supervisor.into_iter().chain([server]).for_each(kill);
+    kill_all(&burgeon);
     drop(mounted);
     assert!(hash_of(&image) == before, "the slow device was written to");
 
@@ -274,11 +270,7 @@ fn synced_files_survive_the_death_of_all_processes() {
             });
             let enough = || count.load(SeqCst) >= 12 || writer.is_finished();
             assert!(wait_until(PATIENCE, enough), "nothing is written");
-            let server = server_of(&burgeon).unwrap();
-            // Stopped first, so that the server is not without its supervisor for a moment.
-            run(Command::new("kill").args(["-STOP", &server.to_string()]));
-            let supervisor = processes_with(&burgeon.state().join("accelerate"));
-            supervisor.into_iter().chain([server]).for_each(kill);
+            kill_all(&burgeon);
         });
         drop(mounted);
         let count = count.load(SeqCst);
@@ -415,10 +407,7 @@ fn a_flush_ends_under_writes() {
             assert!(bytes == [round; 8192], "round {round}");
             assert!(wait_until(PATIENCE, || written.load(SeqCst) > before), "the writer waits");
             if round % 2 == 0 {
-                let server = server_of(&burgeon).unwrap();
-                kill(server);
-                let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
-                assert!(wait_until(PATIENCE, is_new), "no new server");
+                replace_server(&burgeon);
             }
         }
         stop.store(true, SeqCst);

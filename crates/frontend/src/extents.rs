@@ -43,8 +43,7 @@ struct Request {
     extents: [Extent; BATCH],
 }
 
-/// Where the data of a file lies: the place in the file, the address, and the length of each
-/// extent.
+/// The extents of a file: of each its place in the file, its address and its length, in bytes.
 pub type Places = Vec<(u64, u64, u64)>;
 
 /// The places of all data of `file`, written first if it was not; `None` if some of it has no

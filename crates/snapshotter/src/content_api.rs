@@ -62,7 +62,7 @@ pub struct DiffResponse {
     pub diff: Option<Descriptor>,
 }
 
-/// What a [`WriteRequest`] does.
+/// The step of a write that a [`WriteRequest`] asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WriteAction {
     /// Tells how far the write is.

@@ -153,7 +153,7 @@ impl Block {
         block
     }
 
-    /// What is not ASCII, or too long, stands in a record.
+    /// Writes the ASCII characters that have room; a record has the whole text.
     fn text(&mut self, at: usize, size: usize, text: &[u8]) {
         let ascii: Vec<u8> = text.iter().copied().filter(u8::is_ascii).collect();
         let len = ascii.len().min(size);

@@ -4,7 +4,6 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -37,6 +36,27 @@ impl Drop for Running {
     }
 }
 
+/// The configuration, of this version, of a containerd that has Burgeon as a snapshotter, and lacks
+/// these plugins.
+pub fn without_plugins(space: &Space, version: u32, plugins: &[&str]) -> String {
+    let folder = space.folder().display();
+    format!(
+        r#"
+version = {version}
+root = "{folder}/containerd"
+state = "{folder}/containerd-state"
+disabled_plugins = {plugins:?}
+[grpc]
+  address = "{folder}/c.sock"
+[ttrpc]
+  address = "{folder}/c.ttrpc"
+[proxy_plugins.burgeon]
+  type = "snapshot"
+  address = "{folder}/s.sock"
+"#
+    )
+}
+
 pub struct Node<'a> {
     pub space: &'a Space,
     pub snapshotter: Option<Running>,
@@ -51,24 +71,8 @@ pub struct Node<'a> {
 impl<'a> Node<'a> {
     pub fn start(space: &'a Space, options: &[&str]) -> Self {
         let config = space.path("containerd.toml");
-        let folder = space.folder().display();
-        write!(
-            File::create(&config).unwrap(),
-            r#"
-version = 2
-root = "{folder}/containerd"
-state = "{folder}/containerd-state"
-disabled_plugins = ["io.containerd.grpc.v1.cri"]
-[grpc]
-  address = "{folder}/c.sock"
-[ttrpc]
-  address = "{folder}/c.ttrpc"
-[proxy_plugins.burgeon]
-  type = "snapshot"
-  address = "{folder}/s.sock"
-"#
-        )
-        .unwrap();
+        let plugins = ["io.containerd.grpc.v1.cri"];
+        fs::write(&config, without_plugins(space, 2, &plugins)).unwrap();
         let number = NODES.fetch_add(1, Ordering::Relaxed);
         let namespace = format!("test-{}-{number}", std::process::id());
         Self::configured(space, namespace, config, None, options)

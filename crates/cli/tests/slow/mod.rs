@@ -83,6 +83,21 @@ pub(crate) fn kill_all(burgeon: &Burgeon) {
     supervisor.into_iter().chain([server]).for_each(kill);
 }
 
+/// Kills the server of the first cache, and waits for the next one.
+pub(crate) fn replace_server(burgeon: &Burgeon) {
+    let server = server_of(burgeon).unwrap();
+    kill(server);
+    let is_new = || server_of(burgeon).is_some_and(|new| new != server);
+    assert!(wait_until(PATIENCE, is_new), "no new server");
+}
+
+/// Waits until a MiB more was written to the first device.
+pub(crate) fn await_writes(burgeon: &Burgeon) {
+    let written = counter(burgeon, "written_bytes");
+    let goes_on = || counter(burgeon, "written_bytes") > written + MIB;
+    assert!(wait_until(PATIENCE, goes_on), "nothing is written any more");
+}
+
 pub(crate) fn counter(burgeon: &Burgeon, name: &str) -> u64 {
     status(burgeon)["caches"][0]["devices"][0]["counters"][name].as_u64().unwrap()
 }
@@ -166,13 +181,8 @@ pub(crate) fn survives_its_server(label: &str, mode: &str, mkfs: &[&str], check:
         let writer = scope.spawn(|| write_files(&at, &stop));
         let mut deaths = 0;
         while deaths < 4 && !writer.is_finished() {
-            let written = counter(&burgeon, "written_bytes");
-            let goes_on = || counter(&burgeon, "written_bytes") > written + MIB;
-            assert!(wait_until(PATIENCE, goes_on), "nothing is written any more");
-            let server = server_of(&burgeon).unwrap();
-            kill(server);
-            let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
-            assert!(wait_until(PATIENCE, is_new), "no new server");
+            await_writes(&burgeon);
+            replace_server(&burgeon);
             deaths += 1;
         }
         stop.store(true, SeqCst);

@@ -76,7 +76,7 @@ fn one(site: &Site<'_>, registry: &Registry, form: Form, writes: &mut Writes) ->
     let node = Node::start(site, form, None)?;
     let link = site.stage.link(registry.address())?;
     let (address, tag) = match form {
-        // What is unpacked has passed the link.
+        // Its data is unpacked before the write, so a link would change nothing.
         Form::Overlayfs => (registry.address(), "gzip"),
         _ => (link.address(), "estargz"),
     };
